@@ -1,0 +1,1 @@
+"""Kernel sources (.cu) and their headers. Data only: `pyllm.device` finds, compiles and launches them."""
