@@ -1,8 +1,8 @@
 """The block formats of GGUF tensors: their type ids, sizes, and decoding to float32 with NumPy.
 
 A row of a tensor is cut into blocks of `block_size` elements; each block is stored in `block_bytes` bytes. One module
-per format gives the layout and the decoder. The grid, ternary and FP4 formats are decoded by the `gguf` package, which is
-imported only when one of them is met. This package knows neither files nor devices.
+per format gives the layout and the decoder. The grid, ternary and FP4 formats are decoded by the `gguf` package, which
+is imported only when one of them is met. This package knows neither files nor devices.
 """
 
 from __future__ import annotations
