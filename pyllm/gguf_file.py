@@ -15,12 +15,14 @@ import itertools
 import math
 import mmap
 import os
+import re
 import stat
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -32,17 +34,19 @@ REQUIRED: Any = object()
 
 FETCH_AGAIN = "the download may be cut short or damaged: fetch it again"
 
-# Far above any real model (a few dozen keys, a few thousand tensors, 262k tokens); they bound the time spent on a file
-# made to waste it.
+# Far above any real model (a few dozen keys, a few thousand tensors, 262k tokens and 515k merges); they bound the time
+# spent on a file made to waste it.
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 16
 _MAX_ARRAY_ITEMS = 1 << 28
-_MAX_STRINGS = 1 << 24  # together with inner arrays, over the whole header
+_MAX_STRINGS = 1 << 22  # together with inner arrays, over the whole header
 _MAX_KEY_BYTES = 65535
 _MAX_NAME_BYTES = 63  # ggml keeps 64 with the terminator
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _ALIGNMENTS = (8, 1 << 24)
+_MAX_PARTS = 65535
+_PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -271,14 +275,14 @@ class Metadata(Mapping[str, Any]):
 
 
 class TypedMetadata:
-    """Typed access to metadata: each getter gives a value of the promised type and range, or says what is wrong.
+    """Getters that give a metadata value of the promised type and range, or say what is wrong.
 
-    Args of every getter:
-        key: full key, see `arch_key`.
-        default: returned as it is when the key is missing; REQUIRED makes that an error.
+    Their arguments: `key`, the full key (see `arch_key`); `default`, returned as it is when the key is missing, unless
+    it is REQUIRED. They raise ModelFileError when the key is missing, or its value has another type, length or range.
 
-    Raises:
-        ModelFileError: the key is missing, or its value has another type, length or range.
+    Attributes:
+        path: of the file, for messages.
+        metadata: key-value pairs, of the types that `Metadata` gives.
     """
 
     path: Path
@@ -432,7 +436,38 @@ def _fits(values: np.ndarray, dtype: np.dtype) -> bool:
     return limits.min <= int(values.min()) and int(values.max()) <= limits.max
 
 
-class GGUFFile(TypedMetadata):
+class GGUFModel(TypedMetadata, ABC):
+    """What one file and a set of split files have in common. A context manager that closes itself.
+
+    Attributes:
+        path: of the file, or of the first one of a set.
+        metadata: key-value pairs, decoded on demand.
+        tensors: TensorInfo by name, in file order.
+    """
+
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+
+    @abstractmethod
+    def tensor_data(self, name: str) -> np.ndarray:
+        """A tensor's bytes as stored: read-only uint8 [*shape[:-1], row_bytes], a view of the mapped file.
+
+        Raises:
+            ModelFileError: there is no such tensor, or the file is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file; may be called twice. Arrays handed out stay valid."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class GGUFFile(GGUFModel):
     """One GGUF file, memory-mapped read-only.
 
     Who owns what: the file object owns the mapping's first reference; each array from `tensor_data` holds another, and
@@ -440,11 +475,8 @@ class GGUFFile(TypedMetadata):
     arrays are in use.
 
     Attributes:
-        path: as given.
         version: 2 or 3.
         alignment: of tensor offsets, in bytes.
-        metadata: key-value pairs, decoded on demand.
-        tensors: TensorInfo by name, in file order.
 
     Raises:
         ModelFileError: the file is missing, damaged, or not GGUF.
@@ -458,7 +490,7 @@ class GGUFFile(TypedMetadata):
         self.version = _read_version(cursor)
         num_tensors = cursor.count("the number of tensors", _MAX_TENSORS, 8 + 1 + 4 + 8 + 4 + 8)
         num_keys = cursor.count("the number of keys", _MAX_KEYS, 8 + 1 + 4 + 1)
-        self.metadata: Metadata = Metadata(self.path, data, _read_entries(cursor, num_keys))
+        self.metadata = Metadata(self.path, data, _read_entries(cursor, num_keys))
         self.alignment = self.get_int("general.alignment", 32, minimum=_ALIGNMENTS[0], maximum=_ALIGNMENTS[1])
         if self.alignment & (self.alignment - 1):
             self._refuse("general.alignment", self.alignment, "a power of two")
@@ -466,11 +498,6 @@ class GGUFFile(TypedMetadata):
         self._data: mmap.mmap | None = data
 
     def tensor_data(self, name: str) -> np.ndarray:
-        """A tensor's bytes as stored: read-only uint8 [*shape[:-1], row_bytes], a view of the mapped file.
-
-        Raises:
-            ModelFileError: there is no such tensor, or the file is closed.
-        """
         info = self.tensors.get(name)
         if info is None:
             raise ModelFileError(f"{_shown(self.path, 4096)}: tensor {_shown(name)} is missing; {FETCH_AGAIN}")
@@ -480,15 +507,105 @@ class GGUFFile(TypedMetadata):
         return rows.reshape(*info.shape[:-1], row_bytes(info.qtype, info.shape[-1]))
 
     def close(self) -> None:
-        """Let go of the file; may be called twice. Arrays handed out stay valid."""
         self._data = None
         self.metadata.close()
 
-    def __enter__(self) -> GGUFFile:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+class SplitGGUF(GGUFModel):
+    """A model cut into files `<prefix>-00001-of-00003.gguf` and so on. Metadata comes from the first, tensors from all.
+
+    Args:
+        paths: all parts in order.
+
+    Raises:
+        ModelFileError: as GGUFFile; a part is missing, in the wrong place, or from another model.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.path = paths[0]
+        self._parts = [_open_part(path, index, len(paths)) for index, path in enumerate(paths)]
+        self.metadata = self._parts[0].metadata
+        self.tensors = {}
+        self._owner: dict[str, GGUFFile] = {}
+        for part in self._parts:
+            for name, info in part.tensors.items():
+                if name in self._owner:
+                    _foreign(part, f"holds tensor {_shown(name)}, as {_shown(self._owner[name].path.name)} does")
+                self.tensors[name] = info
+                self._owner[name] = part
+        for part in self._parts:
+            total = part.get_int("split.tensors.count", len(self.tensors))
+            if total != len(self.tensors):
+                _foreign(part, f"is from a model of {total} tensors, the {len(paths)} parts hold {len(self.tensors)}")
+
+    def tensor_data(self, name: str) -> np.ndarray:
+        return self._owner.get(name, self._parts[0]).tensor_data(name)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def open_model(path: str | os.PathLike[str]) -> GGUFModel:
+    """Open a model given as its file, any file of a split model, or a folder that holds one model.
+
+    Raises:
+        ModelFileError: as GGUFFile and SplitGGUF; or the folder holds no model, or several.
+    """
+    path = Path(path)
+    if os.path.isdir(path):  # unlike Path.is_dir it never raises; the reader says what is wrong with the path
+        path = _model_in_folder(path)
+    file = GGUFFile(path)
+    count = file.get_int("split.count", 1, minimum=0, maximum=_MAX_PARTS)
+    if count <= 1:
+        return file
+    number = file.get_int("split.no", minimum=0, maximum=count - 1) + 1
+    file.close()
+    match = _PART_NAME.fullmatch(path.name)
+    if not match or (int(match["number"]), int(match["count"])) != (number, count):
+        raise ModelFileError(
+            f"{_shown(path, 4096)} is part {number} of {count}, but not named so; "
+            f"give all parts their original names (...-{number:05}-of-{count:05}.gguf)"
+        )
+    return SplitGGUF([path.with_name(f"{match['prefix']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)])
+
+
+def _model_in_folder(folder: Path) -> Path:
+    """The first file of the only model in a folder."""
+    try:
+        files = sorted(entry for entry in folder.iterdir() if entry.suffix == ".gguf")
+    except OSError as error:
+        raise ModelFileError(
+            f"{_shown(folder, 4096)} cannot be read: {error.strerror}; check its permissions"
+        ) from None
+    models: dict[str, Path] = {}
+    for file in files:
+        match = _PART_NAME.fullmatch(file.name)
+        models.setdefault(f"{match['prefix']}-of-{match['count']}" if match else file.name, file)
+    if not models:
+        raise ModelFileError(f"{_shown(folder, 4096)} is a folder without .gguf files; name a model file")
+    if len(models) > 1:
+        names = _shown(", ".join(file.name for file in models.values()), 300)
+        raise ModelFileError(f"{_shown(folder, 4096)} is a folder with {len(models)} models; name one of {names}")
+    return next(iter(models.values()))
+
+
+def _open_part(path: Path, index: int, count: int) -> GGUFFile:
+    if not os.path.exists(path):
+        raise ModelFileError(
+            f"{_shown(path, 4096)} is missing, part {index + 1} of {count}; fetch it into the same folder"
+        )
+    part = GGUFFile(path)
+    found = part.get_int("split.no") + 1, part.get_int("split.count")
+    if found != (index + 1, count):
+        _foreign(part, f"is part {found[0]} of {found[1]}, its name says {index + 1} of {count}")
+    return part
+
+
+def _foreign(part: GGUFFile, problem: str) -> NoReturn:
+    raise ModelFileError(
+        f"{_shown(part.path, 4096)} {problem}; it was renamed or belongs to another model: fetch all parts again"
+    )
 
 
 def _map_file(path: Path) -> mmap.mmap:
