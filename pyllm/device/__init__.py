@@ -1,0 +1,29 @@
+"""Devices: where arrays live and ops run. `open_device` chooses one by name."""
+
+from __future__ import annotations
+
+from pyllm.device.base import Device, Event, PinnedBuffer
+from pyllm.errors import DeviceError, UsageError
+
+__all__ = ["DEVICE_NAMES", "Device", "Event", "PinnedBuffer", "open_device"]
+
+DEVICE_NAMES = ("auto", "gpu", "cpu")
+
+
+def open_device(name: str) -> Device:
+    """Open a device.
+
+    Args:
+        name: "cpu", "gpu", or "auto": the best one that pyllm can use on this machine.
+
+    Raises:
+        UsageError: no such name.
+        DeviceError: the device is not there, or pyllm cannot drive it.
+    """
+    if name not in DEVICE_NAMES:
+        raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICE_NAMES)}")
+    if name == "gpu":
+        raise DeviceError("this version of pyllm has no GPU kernels yet; use --device cpu")
+    from pyllm.device.host import HostDevice
+
+    return HostDevice()

@@ -1,0 +1,37 @@
+"""Model architectures: one file each. `load_model` picks the one that a file asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from pyllm.device import Device
+from pyllm.errors import UnsupportedError
+from pyllm.gguf_file import GGUFFile
+from pyllm.models.decoder import Decoder
+
+# Architecture as in general.architecture -> module and class. Modules are imported when a file needs them.
+ARCHITECTURES = {
+    "llama": ("pyllm.models.llama", "Llama"),
+    "qwen3": ("pyllm.models.qwen3", "Qwen3"),
+}
+
+
+def load_model(gguf: GGUFFile, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
+    """Check that pyllm and the device can run a file, then bring its weights to the device.
+
+    Args:
+        progress: called with (bytes read so far, bytes in all) after each tensor.
+
+    Raises:
+        UnsupportedError: the architecture, a setting or a block type is not supported. Raised before weights are read.
+        ModelFileError: keys or tensors are missing or do not fit together; likewise.
+    """
+    name = gguf.architecture
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{gguf.path}: general.architecture is {name!r}; pyllm runs {', '.join(sorted(ARCHITECTURES))}"
+        )
+    module, class_name = ARCHITECTURES[name]
+    model_class: type[Decoder] = getattr(import_module(module), class_name)
+    return model_class.load(gguf, device, progress)

@@ -1,0 +1,129 @@
+"""What every device offers to the layers above it: memory, streams, events, launches.
+
+The layers above (ops, models, executor, caches) use these classes only. They never import a backend, so a new kind of
+device is one new file beside `host.py`.
+
+Vocabulary, the same on all devices:
+
+* An *array* of a device lives in that device's memory. The host must not read or write it; it goes through queued work.
+* A *pinned buffer* is memory that both sides may touch. Who may touch it when is decided by events alone.
+* A *launch* snapshots its scalars and keeps the addresses of its buffers: what a buffer holds when the work runs is
+  what the work sees.
+* An *event* marks a point in a stream; it completes when all work queued before it has run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pyllm.ops.op import Op
+from pyllm.quants import QuantType
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """True when everything queued before this point has run (or the stream has failed)."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until `query()` is true.
+
+        Raises:
+            DeviceError: the stream failed before this point; its work is not done.
+        """
+
+
+class PinnedBuffer:
+    """Memory that the host and the device both touch.
+
+    Attributes:
+        array: [num_bytes] uint8, the host's view.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+
+class Device(ABC):
+    """One device with one compute stream.
+
+    Attributes:
+        name: "cpu", "gpu" or "emulated"; what error messages call it.
+        weight_types: block types that `upload_weight` accepts.
+        poison: fresh and freed memory is filled with NaN patterns (test runs).
+    """
+
+    name: str
+    poison: bool
+    weight_types: frozenset[QuantType]
+
+    # memory
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Fresh device memory, C-contiguous, its content undefined (poisoned in test runs)."""
+
+    @abstractmethod
+    def release(self, array: Any) -> None:
+        """Give back what `empty` returned. The memory is used again only when all work queued so far has run."""
+
+    @abstractmethod
+    def pinned(self, num_bytes: int) -> PinnedBuffer:
+        """A fresh pinned buffer, its content undefined (poisoned in test runs)."""
+
+    @abstractmethod
+    def release_pinned(self, buffer: PinnedBuffer) -> None:
+        """Give a pinned buffer back. It is used again only when all work queued so far has run."""
+
+    @abstractmethod
+    def upload(self, array: np.ndarray) -> Any:
+        """Copy a host array into fresh device memory; returns when `array` may be changed again."""
+
+    @abstractmethod
+    def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[Any, QuantType]:
+        """Bring a weight into the form in which this device multiplies it.
+
+        Args:
+            data: [..., row_bytes] uint8, rows as stored in the file.
+            qtype: the block type of `data`; a member of `weight_types`.
+            shape: logical shape in elements; the last axis is the row.
+
+        Returns:
+            The device array and the type in which it is held: [..., row_bytes] uint8 packed blocks, or
+            [..., row_elements] float32 when the type is F32.
+        """
+
+    # queued work
+
+    @abstractmethod
+    def launch(self, op: Op, *args: Any) -> None:
+        """Queue one op. Arrays are passed by address, scalars by value."""
+
+    @abstractmethod
+    def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
+        """Queue a copy of a device array into a view of a pinned buffer with the same shape and dtype."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event behind everything queued so far."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the launches of one ubatch. A device may hand them over together; order is kept."""
+        yield
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until everything queued so far has run."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain the stream, then free everything. Calling it twice is harmless."""

@@ -1,0 +1,89 @@
+"""The host device: NumPy on the CPU behind an asynchronous stream.
+
+Ops run in their reference form. Weights are expanded to float32 when they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pyllm.device.arena import Arena
+from pyllm.device.base import Device, PinnedBuffer
+from pyllm.device.host_stream import HostEvent, HostStream
+from pyllm.ops.op import Op
+from pyllm.quants import FORMATS, QuantType, dequantize
+
+
+class HostDevice(Device):
+    """The CPU.
+
+    Args:
+        poison: fill fresh and freed memory with NaN patterns; default: the environment's PYLLM_POISON.
+    """
+
+    name = "cpu"
+
+    def __init__(self, poison: bool | None = None) -> None:
+        if poison is None:
+            poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
+        self.poison = poison
+        self.stream = HostStream()
+        self.memory = Arena(poison)
+        self.pinned_memory = Arena(poison)
+        self.weight_types = frozenset(qtype for qtype, form in FORMATS.items() if form.decode)
+        self._closed = False
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return self.memory.take(num_bytes)[:num_bytes].view(dtype).reshape(shape)
+
+    def release(self, array: np.ndarray) -> None:
+        self.memory.release(array.ctypes.data, self.record())
+
+    def pinned(self, num_bytes: int) -> PinnedBuffer:
+        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes])
+
+    def release_pinned(self, buffer: PinnedBuffer) -> None:
+        self.pinned_memory.release(buffer.array.ctypes.data, self.record())
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        target = self.empty(array.shape, array.dtype)
+        target[...] = array
+        return target
+
+    def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[np.ndarray, QuantType]:
+        target = self.empty(shape, np.float32)
+        dequantize(data, qtype, out=target)
+        return target, QuantType.F32
+
+    def launch(self, op: Op, *args: Any) -> None:
+        self.stream.enqueue(partial(op.reference, *args))
+
+    def copy_to_pinned(self, source: np.ndarray, target: np.ndarray) -> None:
+        self.stream.enqueue(partial(np.copyto, target, source))
+
+    def record(self) -> HostEvent:
+        return self.stream.record()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        with self.stream.batch():
+            yield
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.stream.close()
+        self.memory.clear()
+        self.pinned_memory.clear()

@@ -1,0 +1,152 @@
+"""An asynchronous stream on the CPU: a worker thread that runs queued work in order.
+
+It behaves like a GPU stream where it matters: work runs later than it is queued, buffers are read when it runs, events
+complete in order, and the first failure is final. So the ordering rules of the layers above are exercised on every
+machine.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from pyllm.device.base import Event
+from pyllm.errors import DeviceError
+
+Work = Callable[[], None]
+
+
+class HostEvent(Event):
+    """Completes when the worker reaches it, also after a failure; `synchronize` then raises."""
+
+    def __init__(self, stream: HostStream) -> None:
+        self._stream = stream
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+        if self._error is not None:
+            raise _failure(self._error)
+
+    def _complete(self, error: BaseException | None) -> None:
+        self._error = error
+        self._reached.set()
+
+
+class Gate:
+    """Test hook: work queued behind it waits until `open()` is called."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self) -> None:
+        self._open.wait()
+
+
+class HostStream:
+    """A FIFO and the thread that empties it.
+
+    One queue entry is a list of work: `batch()` gathers a whole ubatch into one entry, since a round trip through the
+    queue costs more than a small op.
+
+    Attributes:
+        before_work: test hook, called by the worker before each piece of work.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[list[Work | HostEvent] | None] = queue.SimpleQueue()
+        self._gathering: list[Work | HostEvent] | None = None
+        self._error: BaseException | None = None
+        self.before_work: Work | None = None
+        self._worker = threading.Thread(target=self._run, name="pyllm-host-stream", daemon=True)
+        self._worker.start()
+
+    def enqueue(self, work: Work) -> None:
+        """Queue one piece of work.
+
+        Raises:
+            DeviceError: earlier work failed; nothing more runs on this stream.
+        """
+        if self._error is not None:
+            raise _failure(self._error)
+        self._put(work)
+
+    def record(self) -> HostEvent:
+        """An event behind all work queued so far. Works on a failed stream too: the event completes with its error."""
+        event = HostEvent(self)
+        self._put(event)
+        return event
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hand over everything queued inside the block as one entry, also when the block raises."""
+        if self._gathering is not None:
+            raise RuntimeError("HostStream.batch does not nest")
+        self._gathering = []
+        try:
+            yield
+        finally:
+            gathered, self._gathering = self._gathering, None
+            if gathered:
+                self._queue.put(gathered)
+
+    def gate(self) -> Gate:
+        """Test hook: queue a gate that holds all later work back."""
+        gate = Gate()
+        self.enqueue(gate.wait)
+        return gate
+
+    def synchronize(self) -> None:
+        """Block until all work queued so far has run; raises DeviceError if any of it failed."""
+        self.record().synchronize()
+
+    def close(self) -> None:
+        """Run what is queued, then end the worker."""
+        if self._worker.is_alive():
+            self._queue.put(None)
+            self._worker.join()
+
+    def _put(self, work: Work | HostEvent) -> None:
+        if self._gathering is not None:
+            self._gathering.append(work)
+        else:
+            self._queue.put([work])
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            for work in entry:
+                self._run_one(work)
+
+    def _run_one(self, work: Work | HostEvent) -> None:
+        if isinstance(work, HostEvent):
+            work._complete(self._error)
+        elif self._error is None:
+            try:
+                if self.before_work is not None:
+                    self.before_work()
+                work()
+            except BaseException as error:
+                error.add_note(f"in {_describe(work)}")
+                self._error = error
+
+
+def _describe(work: Work) -> str:
+    function = work.func if isinstance(work, partial) else work
+    return getattr(function, "__name__", repr(function))
+
+
+def _failure(error: BaseException) -> DeviceError:
+    where = " ".join(getattr(error, "__notes__", []))
+    failure = DeviceError(f"the host stream stopped {where}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

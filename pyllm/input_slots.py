@@ -1,0 +1,76 @@
+"""The ring of input slots: the only host memory that queued work reads, and the only way to write it.
+
+A slot is written between `acquire` and `seal`. `acquire` waits until the device has read what the slot held before;
+`seal` takes the writable views back. There is no other way to get a writable view.
+"""
+
+from __future__ import annotations
+
+from pyllm.device import Device, Event
+from pyllm.input_block import InputLayout, InputViews
+
+
+class InputSlot:
+    """One pinned buffer with the inputs of one ubatch.
+
+    Attributes:
+        bytes: [layout.num_bytes] uint8, what the device copies; read-only for the host.
+    """
+
+    def __init__(self, device: Device, layout: InputLayout) -> None:
+        self._buffer = device.pinned(layout.num_bytes).array
+        self._buffer[:] = 0
+        self._layout = layout
+        self._views: InputViews | None = None
+        self._read_event: Event | None = None
+        self._in_use = False
+        self.bytes = self._buffer[:]
+        self.bytes.flags.writeable = False
+
+    def open(self) -> InputViews:
+        self._views = self._layout.views(self._buffer)
+        self._in_use = True
+        return self._views
+
+    def seal(self) -> None:
+        """Make the views of the last `open` read-only."""
+        if self._views is not None:
+            for view in vars(self._views).values():
+                view.flags.writeable = False
+
+    def read_behind(self, event: Event) -> None:
+        """The device has read the slot once `event` completes."""
+        self._read_event = event
+
+    def wait_until_read(self, device: Device) -> None:
+        if not self._in_use:
+            return
+        if self._read_event is None:
+            device.synchronize()  # a submission broke off before its event was recorded: nothing less is safe
+        else:
+            self._read_event.synchronize()
+        self._read_event, self._in_use = None, False
+
+
+class InputRing:
+    """Slots in turn.
+
+    Args:
+        depth: slots; how many ubatches the host can prepare before the device has read the first.
+        wait: False is a test hook: hand a slot out while queued work may still read it. It reproduces the fault that
+            this project exists for.
+    """
+
+    def __init__(self, device: Device, layout: InputLayout, depth: int, wait: bool = True) -> None:
+        self._device = device
+        self._slots = [InputSlot(device, layout) for _ in range(depth)]
+        self._next = 0
+        self._wait = wait
+
+    def acquire(self) -> tuple[InputSlot, InputViews]:
+        """The next slot and writable views of it, once the device has read its former content."""
+        slot = self._slots[self._next]
+        if self._wait:
+            slot.wait_until_read(self._device)
+        self._next = (self._next + 1) % len(self._slots)
+        return slot, slot.open()

@@ -1,0 +1,261 @@
+"""The paged KV cache: owns K/V pages, page tables, epochs and row tags.
+
+One K and one V buffer per layer, each of num_pages * page_size rows, and a tag per layer and row. A sequence owns a
+list of pages; row `p` of a sequence lies in its page p // page_size. Pages may be shared by several sequences
+(reference counts); a partly filled one is copied before a sequence writes behind rows that are not its own.
+
+Every allocation of a page gets a fresh epoch, which `set_rows` writes beside each row and attention compares: rows left
+behind by an earlier owner never carry the right tag.
+
+Host bookkeeping only: what touches K, V or tags is queued as ops on the device's stream. So a page may be given to
+another sequence while work of its former owner is still queued: the new owner's writes come later in the stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyllm.device import Device
+from pyllm.device.arena import POISON
+from pyllm.kv_types import KVType
+from pyllm.ops.clear_tags import clear_tags
+from pyllm.ops.copy_rows import copy_rows
+from pyllm.ops.fill_rows import fill_rows
+
+LAST_EPOCH = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of the cache, as ops see it.
+
+    Attributes:
+        k: [num_rows, num_kv_heads * key_length] in the storage type.
+        v: [num_rows, num_kv_heads * value_length] in the storage type.
+        tags: [num_rows] uint32, the epoch under which each row was written; 0 = no row.
+        page_size: rows per page.
+        layer: index, for fault records.
+    """
+
+    k: Any
+    v: Any
+    tags: Any
+    page_size: int
+    layer: int
+
+
+@dataclass
+class SequenceKV:
+    """The rows of one sequence.
+
+    Attributes:
+        seq_id: what fault records call it; never used twice.
+        pages: physical page ids, in order of position.
+        length: rows that are written, or will be when all queued work has run.
+        num_clean: rows whose fault record was read clean; only these may be shared.
+        owns_tail: False when the last page holds further rows of another sequence; it is then copied before a write.
+    """
+
+    seq_id: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    num_clean: int = 0
+    owns_tail: bool = True
+
+
+class KVCache:
+    """Pages for all sequences of one model.
+
+    Args:
+        device: where the rows live.
+        num_layers: attention layers.
+        k_width, v_width: elements per K and V row (kv heads times head length).
+        num_pages: physical pages.
+        page_size: rows per page.
+        kv_type: storage type of the rows.
+        page_order: order in which free pages are first handed out; default: ascending. Results do not depend on it.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        num_layers: int,
+        k_width: int,
+        v_width: int,
+        num_pages: int,
+        page_size: int,
+        kv_type: KVType,
+        page_order: Sequence[int] | None = None,
+    ) -> None:
+        self.device = device
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.kv_type = kv_type
+        num_rows = num_pages * page_size
+        self.tags = device.upload(np.zeros((num_layers, num_rows), np.uint32))
+        self.layers = [
+            LayerCache(
+                device.empty((num_rows, k_width), kv_type.storage),
+                device.empty((num_rows, v_width), kv_type.storage),
+                self.tags[layer],
+                page_size,
+                layer,
+            )
+            for layer in range(num_layers)
+        ]
+        self.quarantined: set[int] = set()
+        self._free = deque(range(num_pages) if page_order is None else page_order)
+        self._references = [0] * num_pages
+        self._epochs = [0] * num_pages
+        self._next_epoch = itertools.count(1)
+        self._next_seq_id = itertools.count(1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all rows and tags."""
+        return int(self.tags.nbytes + sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers))
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def new_sequence(self) -> SequenceKV:
+        """An empty sequence."""
+        return SequenceKV(next(self._next_seq_id))
+
+    def pages_for(self, num_rows: int) -> int:
+        """Pages that num_rows rows need."""
+        return -(-num_rows // self.page_size)
+
+    def extend(self, seq: SequenceKV, num_rows: int) -> bool:
+        """Make room for num_rows more rows and count them as written.
+
+        Returns:
+            False, with nothing changed, when too few pages are free.
+        """
+        missing = self.pages_for(seq.length + num_rows) - len(seq.pages)
+        if missing + self._must_copy_tail(seq) > len(self._free):
+            return False
+        self._own_tail(seq)
+        for _ in range(missing):
+            seq.pages.append(self._allocate())
+        seq.length += num_rows
+        return True
+
+    def row_ids(self, seq: SequenceKV, positions: np.ndarray) -> np.ndarray:
+        """Physical rows ([n] int64) of positions ([n], each below seq.length)."""
+        index, row = np.divmod(positions, self.page_size)
+        return np.asarray(seq.pages, np.int64)[index] * self.page_size + row
+
+    def epochs(self, seq: SequenceKV) -> list[int]:
+        """Tags that the rows of each of the sequence's pages must carry."""
+        return [self._epochs[page] for page in seq.pages]
+
+    def truncate(self, seq: SequenceKV, length: int) -> None:
+        """Drop the rows from `length` on. Rows that stay behind in a page of its own become absent."""
+        if not 0 <= length <= seq.length:
+            raise ValueError(f"cannot cut a sequence of {seq.length} rows to {length}")
+        kept = self.pages_for(length)
+        for page in seq.pages[kept:]:
+            self._drop(page)
+        del seq.pages[kept:]
+        written = min(seq.length, kept * self.page_size)
+        seq.owns_tail = seq.owns_tail or written < seq.length
+        seq.length = length
+        seq.num_clean = min(seq.num_clean, length)
+        if length % self.page_size == 0 or length == written:
+            return
+        if self._references[seq.pages[-1]] > 1:
+            seq.owns_tail = False
+        elif seq.owns_tail:
+            self._clear_from(seq, written - length)
+
+    def fork(self, seq: SequenceKV, length: int) -> SequenceKV:
+        """A new sequence that shares the first `length` rows of `seq`. The tail page is copied when one writes to it.
+
+        Raises:
+            ValueError: the rows were not read clean yet; they may not be shared.
+        """
+        if length > seq.num_clean:
+            raise ValueError(f"only {seq.num_clean} rows of sequence {seq.seq_id} are published, {length} wanted")
+        child = self.new_sequence()
+        child.pages = seq.pages[: self.pages_for(length)]
+        for page in child.pages:
+            self._references[page] += 1
+        child.length = child.num_clean = length
+        child.owns_tail = length % self.page_size == 0
+        return child
+
+    def release(self, seq: SequenceKV) -> None:
+        """Give all pages of a sequence back. The sequence is empty afterwards."""
+        self.truncate(seq, 0)
+
+    def quarantine(self, page: int) -> None:
+        """Never hand this page out again; its present owners must end."""
+        self.quarantined.add(page)
+        if self._references[page] == 0 and page in self._free:
+            self._free.remove(page)
+
+    def publish(self, seq: SequenceKV, length: int) -> None:
+        """The first `length` rows were read clean: they may be shared."""
+        seq.num_clean = max(seq.num_clean, min(length, seq.length))
+
+    def _allocate(self) -> int:
+        page = self._free.popleft()
+        epoch = next(self._next_epoch)
+        if epoch > LAST_EPOCH:
+            raise OverflowError("all page epochs are used up; open the model again")
+        self._epochs[page] = epoch
+        self._references[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page]:
+            return
+        if self.device.poison:
+            for layer in self.layers:
+                fill_rows(self.device, layer, page * self.page_size, self.page_size, POISON)
+        if page not in self.quarantined:
+            self._free.append(page)
+
+    def _must_copy_tail(self, seq: SequenceKV) -> bool:
+        return not seq.owns_tail and self._references[seq.pages[-1]] > 1
+
+    def _own_tail(self, seq: SequenceKV) -> None:
+        """Before a write: make the last page the sequence's own, with no other sequence's rows behind its own."""
+        if seq.owns_tail:
+            return
+        page, tail = seq.pages[-1], seq.length % self.page_size
+        if self._must_copy_tail(seq):
+            seq.pages[-1] = self._copy_page(page, tail)
+            self._drop(page)
+        else:
+            self._clear_from(seq, self.page_size - tail)
+        seq.owns_tail = True
+
+    def _clear_from(self, seq: SequenceKV, num_rows: int) -> None:
+        """Make num_rows rows behind the sequence's last one absent; they lie in its last page."""
+        first = seq.pages[-1] * self.page_size + seq.length % self.page_size
+        clear_tags(self.device, self.tags, first, num_rows)
+
+    def _copy_page(self, source: int, num_rows: int) -> int:
+        """A fresh page that holds the first num_rows rows of another."""
+        target = self._allocate()
+        for layer in self.layers:
+            copy_rows(
+                self.device,
+                layer,
+                source * self.page_size,
+                target * self.page_size,
+                num_rows,
+                self._epochs[source],
+                self._epochs[target],
+            )
+        return target

@@ -1,0 +1,340 @@
+"""LLM: the public API. Opens a model on a device and generates text with it.
+
+    LLM -> Scheduler -> Executor -> model -> ops -> device
+
+This module wires those parts together and turns text into requests and tokens into text; it decides nothing about
+scheduling and does no array maths.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyllm.chat_prompt import encode_chat
+from pyllm.chat_template import ChatTemplate
+from pyllm.device import Device, open_device
+from pyllm.errors import DeviceError, TemplateError, UsageError
+from pyllm.executor import Executor, TestHooks
+from pyllm.gguf_file import GGUFFile
+from pyllm.input_block import InputLayout
+from pyllm.kv_cache import KVCache
+from pyllm.kv_types import kv_type_by_name
+from pyllm.models import load_model
+from pyllm.request import Request
+from pyllm.sampling import SamplingParams
+from pyllm.scheduler import Scheduler
+from pyllm.text_stream import TextStream
+from pyllm.tokenizer import Tokenizer
+
+PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One generated token.
+
+    Attributes:
+        text: what can be shown now; may be empty (a part of a character, or of a possible stop string).
+        token: its id; None only for text that was held back when the generation was interrupted.
+        finish_reason: None, or on the last chunk why it is the last: "stop" (end token or stop string), "length"
+            (max_tokens or a full context), "interrupted".
+    """
+
+    text: str
+    token: int | None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is set up; see `LLM`."""
+
+    ctx_size: int = 4096
+    batch_size: int = 2048
+    ubatch_size: int = 512
+    kv_type: str = "f16"
+    n_seqs: int = 1
+    inflight: int = 4
+    page_size: int = PAGE_SIZE
+    ring_depth: int | None = None
+    page_order: Sequence[int] | None = None
+    hooks: TestHooks = field(default_factory=TestHooks)
+
+    def __post_init__(self) -> None:
+        for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 1 << 30:
+                raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+class LLM:
+    """A model, ready to generate. Close it, or use it as a context manager.
+
+    One engine serves several callers: `generate` and `chat` return iterators, and those that are open at the same time
+    run side by side, up to `n_seqs` of them. Calls from several threads are safe; they take turns.
+
+    Args:
+        path: a GGUF file.
+        device: "auto", "gpu" or "cpu".
+        ctx_size: tokens that one sequence may hold; at most what the model was trained for.
+        batch_size: tokens that may be queued on the device at once.
+        ubatch_size: tokens that run through the model together.
+        kv_type: storage of K and V rows, "f16", "f32" or "bf16".
+        n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
+        progress: called with (bytes read, bytes in all) while weights are loaded.
+        inflight: ubatches queued ahead of the device.
+
+    Attributes:
+        tokenizer, template: of the file; the template is None when the file has none.
+        model_path, architecture, ctx_size.
+
+    Raises:
+        ModelFileError: the file is missing or damaged.
+        UnsupportedError: pyllm cannot run this model on this device.
+        DeviceError: the device is missing or out of memory.
+        UsageError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        ctx_size: int = 4096,
+        batch_size: int = 2048,
+        ubatch_size: int = 512,
+        kv_type: str = "f16",
+        n_seqs: int = 1,
+        *,
+        inflight: int = 4,
+        progress: Progress | None = None,
+    ) -> None:
+        options = EngineOptions(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight)
+        self._open(path, open_device(device), options, progress)
+
+    @classmethod
+    def with_options(
+        cls, path: str | os.PathLike[str], device: Device, options: EngineOptions, progress: Progress | None = None
+    ) -> LLM:
+        """An engine on a device that the caller opened, with every setting in the caller's hands (tests, benches)."""
+        llm = cls.__new__(cls)
+        llm._open(path, device, options, progress)
+        return llm
+
+    def _open(
+        self, path: str | os.PathLike[str], device: Device, options: EngineOptions, progress: Progress | None
+    ) -> None:
+        self._lock = threading.RLock()
+        self._device = device
+        self._stats: dict[str, Any] = {}
+        self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
+        try:
+            with GGUFFile(path) as gguf:
+                self._read_texts(gguf)
+                self._build(gguf, options, progress)
+        except MemoryError as error:
+            self.close()
+            raise DeviceError(f"{path}: not enough memory on {device.name}; try a smaller context (-c)") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_texts(self, gguf: GGUFFile) -> None:
+        self.model_path = Path(gguf.path)
+        self.architecture = gguf.architecture
+        self.tokenizer = Tokenizer.from_metadata(gguf.metadata, str(gguf.path))
+        source = gguf.get_str("tokenizer.chat_template", None)
+        self.template = (
+            None if source is None else ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
+        )
+
+    def _build(self, gguf: GGUFFile, options: EngineOptions, progress: Progress | None) -> None:
+        kv_type = kv_type_by_name(options.kv_type)
+        model = load_model(gguf, self._device, progress)
+        config = model.config
+        self.vocab_size = model.vocab_size
+        self.ctx_size = min(options.ctx_size, config.context_length)
+        max_pages = -(-self.ctx_size // options.page_size)
+        self._cache = KVCache(
+            self._device,
+            config.num_layers,
+            config.num_kv_heads * config.key_length,
+            config.num_kv_heads * config.value_length,
+            max_pages * options.n_seqs,
+            options.page_size,
+            kv_type,
+            options.page_order,
+        )
+        ubatch_size = min(options.ubatch_size, self.ctx_size * options.n_seqs)
+        layout = InputLayout(ubatch_size, options.n_seqs, max_pages)
+        ring_depth = options.ring_depth or options.inflight
+        self._executor = Executor(self._device, model, self._cache, layout, ring_depth, options.inflight, options.hooks)
+        self._scheduler = Scheduler(
+            self._executor,
+            self._cache,
+            self.ctx_size,
+            options.batch_size,
+            ubatch_size,
+            options.n_seqs,
+            self.tokenizer.eog_ids.__contains__,
+        )
+
+    # text
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; see `Tokenizer.encode`."""
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens as their text."""
+        return self.tokenizer.decode(ids)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **template_args: Any
+    ) -> str:
+        """The file's chat template, rendered.
+
+        Raises:
+            TemplateError: the file has no template, or it refuses the messages.
+        """
+        return self._template().render(messages, add_generation_prompt=add_generation_prompt, **template_args)
+
+    def _template(self) -> ChatTemplate:
+        if self.template is None:
+            raise TemplateError(f"{self.model_path} has no chat template; use generate, or --raw on the command line")
+        return self.template
+
+    # generation
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continue a prompt.
+
+        Args:
+            prompt: text, or token ids that are used as they are.
+            params: how to sample; default SamplingParams().
+
+        Yields:
+            One chunk per token. Closing the iterator ends the generation.
+
+        Raises:
+            ContextError: the prompt is empty or too long.
+            PyllmError: the generation broke off; what was yielded before is right.
+        """
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        params = params if params is not None else SamplingParams()
+        return self._stream(Request.generate(ids, params, self.vocab_size), params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **template_args: Any,
+    ) -> Iterator[Chunk]:
+        """Answer the last message of a conversation.
+
+        Args:
+            messages: mappings with "role" and "content". Special-token strings in them are plain text.
+            template_args: further variables for the template.
+
+        Yields:
+            As `generate`.
+
+        Raises:
+            TemplateError: the file has no template, or it refuses the messages.
+        """
+        return self.generate(encode_chat(self.tokenizer, self._template(), messages, **template_args), params)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position of a fresh sequence: float32 [len(ids), vocab_size]."""
+        return self.logits_batch([ids])[0]
+
+    def logits_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Like `logits` for several sequences, which run side by side."""
+        requests = [Request.all_logits([int(token) for token in ids]) for ids in sequences]
+        try:
+            with self._lock:
+                for request in requests:
+                    self._scheduler.add(request)
+            for request in requests:
+                self._run_until(request, lambda request=request: request.finish_reason is not None)
+        finally:
+            self._end(requests)
+        return [np.concatenate(request.logits) for request in requests]
+
+    def _stream(self, request: Request, params: SamplingParams) -> Iterator[Chunk]:
+        text = TextStream(self.tokenizer, params.stop)
+        try:
+            with self._lock:
+                self._scheduler.add(request)
+            while True:
+                self._run_until(request, lambda: request.emitted or request.finish_reason is not None)
+                if not request.emitted:  # interrupted while it waited for a token
+                    yield Chunk(text.flush(), None, request.finish_reason)
+                    return
+                token = request.emitted.popleft()
+                shown = text.push(token)
+                reason = "stop" if text.stopped else self._last_reason(request)
+                if reason and not text.stopped:
+                    shown += text.flush()
+                if text.stopped:
+                    self._end([request], "stop")
+                yield Chunk(shown, token, reason)
+                if reason:
+                    return
+        finally:
+            self._end([request])
+
+    @staticmethod
+    def _last_reason(request: Request) -> str | None:
+        """The finish reason when the token just taken was the last one."""
+        over = request.finish_reason in ("stop", "length") and not request.emitted
+        return request.finish_reason if over else None
+
+    def _run_until(self, request: Request, reached: Callable[[], object]) -> None:
+        """Step the engine until a request has got somewhere; all other open requests move on too."""
+        while not reached():
+            with self._lock:
+                if not reached():  # another thread may have stepped for us
+                    self._scheduler.step()
+        if request.error is not None and not request.emitted:
+            raise request.error
+
+    def _end(self, requests: Sequence[Request], reason: str = "cancelled") -> None:
+        with self._lock:
+            for request in requests:
+                self._scheduler.end(request, reason)
+                self._stats = request.stats()
+
+    def interrupt(self) -> None:
+        """End all generations soon. Safe in a signal handler."""
+        self._scheduler.interrupt()
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """Counts and times of the request that ended last: prompt_tokens, generated_tokens, prefill_seconds,
+        decode_seconds, finish_reason, seed."""
+        return dict(self._stats)
+
+    @property
+    def device_name(self) -> str:
+        """The device that was taken."""
+        return self._device.name
+
+    def close(self) -> None:
+        """Wait for queued work, then free everything. Calling it twice is harmless."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,110 @@
+"""Hyperparameters that all transformer architectures share, read from a file's metadata and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyllm.errors import ModelFileError, UnsupportedError
+from pyllm.gguf_file import GGUFFile
+
+# Far above any model; they keep a damaged file from asking for absurd amounts of memory or time.
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 20
+MAX_CONTEXT = 1 << 30
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of a decoder-only transformer; letters as in docs/architecture.md.
+
+    Attributes:
+        num_layers: blocks of the main pass.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the feed-forward block.
+        num_heads, num_kv_heads: query heads, and key/value heads that they share.
+        key_length, value_length: elements per head.
+        rms_norm_eps: dimensionless.
+        context_length: positions that the model was trained for.
+        vocab_size: rows of the token embedding.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    key_length: int
+    value_length: int
+    rms_norm_eps: float
+    context_length: int
+    vocab_size: int
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile) -> TransformerConfig:
+        """Read and check the shared keys.
+
+        Raises:
+            ModelFileError: a key is missing, has a wrong type or an impossible value.
+            UnsupportedError: the layers differ in size.
+        """
+
+        def size(suffix: str, default: int | None = None) -> int:
+            return _per_layer_size(gguf, gguf.arch_key(suffix), num_layers, default)
+
+        num_layers = gguf.get_int(gguf.arch_key("block_count"), minimum=1, maximum=MAX_LAYERS)
+        hidden_size = gguf.get_int(gguf.arch_key("embedding_length"), minimum=1, maximum=MAX_WIDTH)
+        num_heads = size("attention.head_count")
+        num_kv_heads = size("attention.head_count_kv", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelFileError(
+                f"{gguf.path}: {gguf.arch_key('attention.head_count')} is {num_heads}, "
+                f"not a multiple of the {num_kv_heads} key/value heads; the file is damaged"
+            )
+        head_dim = max(1, hidden_size // num_heads)
+        return cls(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=size("feed_forward_length"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            key_length=size("attention.key_length", head_dim),
+            value_length=size("attention.value_length", head_dim),
+            rms_norm_eps=gguf.get_float(gguf.arch_key("attention.layer_norm_rms_epsilon"), minimum=0.0, maximum=1.0),
+            context_length=gguf.get_int(gguf.arch_key("context_length"), minimum=1, maximum=MAX_CONTEXT),
+            vocab_size=_vocab_size(gguf),
+        )
+
+
+def _per_layer_size(gguf: GGUFFile, key: str, num_layers: int, default: int | None) -> int:
+    """A size that may be stored once or per layer; layers must agree."""
+    if default is not None and key not in gguf.metadata:
+        return default
+    values = gguf.get_ints(key, num_layers, minimum=1, maximum=MAX_WIDTH)
+    if len(set(values)) > 1:
+        raise UnsupportedError(f"{gguf.path}: {key} differs between layers; pyllm needs one value for all of them")
+    return values[0]
+
+
+def _vocab_size(gguf: GGUFFile) -> int:
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        found = "missing" if embedding is None else f"of shape {embedding.shape}"
+        raise ModelFileError(f"{gguf.path}: token_embd.weight is {found}; expected [vocabulary, hidden size]")
+    return embedding.shape[0]
+
+
+def refuse_keys(gguf: GGUFFile, keys: dict[str, str]) -> None:
+    """Refuse a file whose integer key has a value other than 0 that pyllm would have to ignore.
+
+    Args:
+        keys: key without the architecture's prefix -> what it stands for.
+
+    Raises:
+        UnsupportedError: naming file, key and value.
+    """
+    for suffix, meaning in keys.items():
+        key = gguf.arch_key(suffix)
+        if key in gguf.metadata and np.any(np.asarray(gguf.metadata[key]) != 0):
+            raise UnsupportedError(f"{gguf.path}: {key} is {gguf.metadata[key]}; pyllm does not run {meaning} yet")

@@ -1,0 +1,124 @@
+"""Frequencies of the rotary embedding: base, scaling and factors of a file turned into one array.
+
+Source: Su et al. 2021, arXiv:2104.09864; YaRN: Peng et al. 2023, arXiv:2309.00071; the key names and defaults are
+GGUF's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyllm.errors import ModelFileError, UnsupportedError
+from pyllm.gguf_file import GGUFFile
+from pyllm.quants import dequantize
+
+# Rotations within the original context between which YaRN goes over from plain to interpolated frequencies.
+YARN_BETA_FAST = 32.0
+YARN_BETA_SLOW = 1.0
+FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class RopeFrequencies:
+    """Attributes:
+    inv_freq: [n_rot / 2] float32, radians per position.
+    magnitude: factor on cosine and sine.
+    """
+
+    inv_freq: np.ndarray
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """What a file says about scaling.
+
+    Attributes:
+        kind: "none", "linear" or "yarn".
+        factor: the context is stretched by this.
+        original_context: positions that the model was trained for before it was stretched.
+        attention_factor: extra factor of YaRN's magnitude.
+    """
+
+    kind: str
+    factor: float
+    original_context: int
+    attention_factor: float
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFFile, context_length: int) -> RopeScaling:
+        """Read and check the rope.scaling keys.
+
+        Raises:
+            ModelFileError: a value is impossible.
+            UnsupportedError: a kind of scaling that pyllm does not know.
+        """
+        kind = gguf.get_str(gguf.arch_key("rope.scaling.type"), "linear")
+        if kind not in ("none", "linear", "yarn"):
+            raise UnsupportedError(
+                f"{gguf.path}: {gguf.arch_key('rope.scaling.type')} is {kind!r}; pyllm knows none, linear and yarn"
+            )
+        factor = gguf.get_float(gguf.arch_key("rope.scaling.factor"), 0.0, minimum=0.0, maximum=1e6)
+        if not factor:  # an older name of the same key
+            factor = gguf.get_float(gguf.arch_key("rope.scale_linear"), 0.0, minimum=0.0, maximum=1e6)
+        return cls(
+            kind=kind,
+            factor=factor or 1.0,
+            original_context=gguf.get_int(
+                gguf.arch_key("rope.scaling.original_context_length"), context_length, minimum=1
+            ),
+            attention_factor=gguf.get_float(gguf.arch_key("rope.scaling.attn_factor"), 1.0, minimum=0.0, maximum=1e6),
+        )
+
+
+def rope_frequencies(n_rot: int, base: float, scaling: RopeScaling, factors: np.ndarray | None) -> RopeFrequencies:
+    """inv_freq[i] = base^(-2i / n_rot) / factors[i], scaled.
+
+    Args:
+        n_rot: rotated elements per head, even.
+        base: the rope's theta.
+        factors: [n_rot / 2] or None, the file's own divisors (Llama 3).
+    """
+    inv_freq = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+    if factors is not None:
+        inv_freq /= factors
+    magnitude = 1.0
+    if scaling.kind == "linear":
+        inv_freq /= scaling.factor
+    elif scaling.kind == "yarn":
+        plain = _yarn_plain_share(n_rot, base, scaling.original_context)
+        inv_freq = inv_freq / scaling.factor * (1 - plain) + inv_freq * plain
+        magnitude = scaling.attention_factor * (1 + 0.1 * math.log(scaling.factor))
+    return RopeFrequencies(inv_freq.astype(np.float32), magnitude)
+
+
+def _yarn_plain_share(n_rot: int, base: float, original_context: int) -> np.ndarray:
+    """[n_rot / 2], 1 where a pair turns so fast that it keeps its frequency, 0 where it is interpolated."""
+
+    def pair_with_turns(turns: float) -> float:
+        return n_rot * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(0, math.floor(pair_with_turns(YARN_BETA_FAST)))
+    high = min(n_rot - 1, math.ceil(pair_with_turns(YARN_BETA_SLOW)))
+    pair = np.arange(n_rot // 2, dtype=np.float64)
+    return 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+
+
+def read_factors(gguf: GGUFFile, n_rot: int) -> np.ndarray | None:
+    """The rope_freqs tensor ([n_rot / 2] float32), or None when the file has none.
+
+    Raises:
+        ModelFileError: wrong shape, or a factor that is not a positive number.
+    """
+    info = gguf.tensors.get(FACTORS)
+    if info is None:
+        return None
+    if info.shape != (n_rot // 2,):
+        raise ModelFileError(f"{gguf.path}: {FACTORS} has shape {info.shape}, expected ({n_rot // 2},)")
+    factors = dequantize(gguf.tensor_data(FACTORS), info.qtype)
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ModelFileError(f"{gguf.path}: {FACTORS} holds values that are not positive numbers; the file is damaged")
+    return factors

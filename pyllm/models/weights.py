@@ -1,0 +1,117 @@
+"""From a file's tensors to weights on a device, in two passes: everything is checked before anything large is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pyllm.device import Device
+from pyllm.errors import ModelFileError, UnsupportedError
+from pyllm.gguf_file import GGUFFile, TensorInfo
+from pyllm.quants import dequantize
+from pyllm.weight import Weight
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that an architecture uses.
+
+    Attributes:
+        name: as in the file.
+        shape: rows first, row elements last.
+        optional: may be missing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+    @property
+    def is_vector(self) -> bool:
+        """Vectors (norms, biases) are always held as float32; matrices as the device likes them."""
+        return len(self.shape) == 1
+
+
+class Weights:
+    """The weights of a model by name.
+
+    Raises (on access):
+        KeyError: a name that the architecture did not list.
+    """
+
+    def __init__(self, matrices: dict[str, Weight], vectors: dict[str, Any]) -> None:
+        self._matrices = matrices
+        self._vectors = vectors
+
+    def matrix(self, name: str) -> Weight:
+        return self._matrices[name]
+
+    def vector(self, name: str) -> Any:
+        """[size] float32 device array."""
+        return self._vectors[name]
+
+    def optional_vector(self, name: str) -> Any | None:
+        return self._vectors.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all weights."""
+        arrays = [weight.array for weight in self._matrices.values()] + list(self._vectors.values())
+        return int(sum(array.nbytes for array in arrays))
+
+
+def load_weights(
+    gguf: GGUFFile,
+    device: Device,
+    specs: Iterable[TensorSpec],
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """Check all tensors, then upload them.
+
+    Args:
+        progress: called with (bytes read, bytes in all) after each tensor.
+
+    Raises:
+        ModelFileError: a tensor is missing or has another shape.
+        UnsupportedError: a block type that the device cannot hold.
+        MemoryError: the device is full.
+    """
+    wanted = [(spec, info) for spec in specs if (info := _check(gguf, device, spec)) is not None]
+    total, done = sum(info.nbytes for _, info in wanted), 0
+    matrices, vectors = {}, {}
+    for spec, info in wanted:
+        data = gguf.tensor_data(spec.name)
+        if spec.is_vector:
+            vectors[spec.name] = device.upload(dequantize(data, info.qtype))
+        else:
+            array, qtype = device.upload_weight(data, info.qtype, spec.shape)
+            matrices[spec.name] = Weight(spec.name, spec.shape, qtype, array)
+        done += info.nbytes
+        if progress is not None:
+            progress(done, total)
+    return Weights(matrices, vectors)
+
+
+def _check(gguf: GGUFFile, device: Device, spec: TensorSpec) -> TensorInfo | None:
+    info = gguf.tensors.get(spec.name)
+    if info is None:
+        if spec.optional:
+            return None
+        raise ModelFileError(f"{gguf.path}: tensor {spec.name} is missing; the file is incomplete or of another kind")
+    if info.shape != spec.shape:
+        raise ModelFileError(
+            f"{gguf.path}: {spec.name} has shape {_dims(info.shape)}, the metadata asks for {_dims(spec.shape)}; "
+            "the file is damaged"
+        )
+    if info.qtype not in device.weight_types:
+        known = ", ".join(qtype.name for qtype in sorted(device.weight_types))
+        raise UnsupportedError(f"{gguf.path}: {spec.name} is {info.qtype.name}; pyllm on {device.name} reads {known}")
+    return info
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(extent) for extent in shape)

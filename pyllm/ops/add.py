@@ -1,0 +1,38 @@
+"""add: sums of activations, and of activations and a bias."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm.ops.check import check_array, require
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+
+def add_ref(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    np.add(x, y, out=out)
+
+
+ADD = Op("add", add_ref)
+
+
+def add(device: Device, x: Any, y: Any, out: Any) -> None:
+    """out = x + y.
+
+    Args:
+        x: [num_tokens, size] float32.
+        y: like x, or [size] float32: one bias for every row.
+        out: like x; may be x or y.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    """
+    check_array("add", "x", x, (None, None), ("float32",))
+    require(tuple(y.shape) in (tuple(x.shape), tuple(x.shape[1:])), "add", f"y has shape {tuple(y.shape)}")
+    check_array("add", "y", y, y.shape, ("float32",))
+    check_array("add", "out", out, x.shape, ("float32",))
+    device.launch(ADD, x, y, out)

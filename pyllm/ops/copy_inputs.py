@@ -1,0 +1,69 @@
+"""copy_inputs: the first op of every ubatch. Slot to block, serial check, step counter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm import faults
+from pyllm.input_block import InputLayout
+from pyllm.ops.check import check_array
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+
+def copy_inputs_ref(
+    slot: np.ndarray,
+    layout: InputLayout,
+    enforce: bool,
+    block: np.ndarray,
+    step_counter: np.ndarray,
+    record: np.ndarray,
+) -> None:
+    record[...] = 0
+    step_counter += 1
+    block[...] = slot
+    inputs = layout.views(block)
+    head, tail, expected = int(inputs.head_serial[0]), int(inputs.tail_serial[0]), int(step_counter[0])
+    if head == tail == expected:
+        return
+    found = head if head != expected else tail
+    entry = [faults.FaultKind.SERIAL, -1, -1, -1, -1, -1, expected & 0x7FFFFFFF, found & 0x7FFFFFFF]
+    faults.report(record, np.array([entry], np.int32))
+    if enforce:
+        block[...] = 0
+        inputs.row_ids[...] = -1
+        inputs.status[...] = 1
+
+
+COPY_INPUTS = Op("copy_inputs", copy_inputs_ref)
+
+
+def copy_inputs(
+    device: Device, slot: Any, layout: InputLayout, enforce: bool, block: Any, step_counter: Any, record: Any
+) -> None:
+    """Copy a slot into the input block and check that it is the ubatch whose turn it is.
+
+    The step counter lives on the device and advances here and nowhere else, by one. Head and tail serial of the slot
+    must both equal it. If they do not, the slot was overwritten before it was read: a SERIAL fault is recorded and the
+    block becomes empty (no tokens, no sequences, row ids -1, status 1), so that the ubatch's other ops write no K/V row
+    and read none.
+
+    Args:
+        slot: [layout.num_bytes] uint8, pinned.
+        enforce: False is a test hook: record the fault, but run on with what was copied.
+        block: like slot; output.
+        step_counter: [1] int64; advanced.
+        record: fault record (pyllm.faults), int32; cleared, then written.
+
+    Raises:
+        ShapeError: an array does not fit the layout.
+    """
+    for name, array in (("slot", slot), ("block", block)):
+        check_array("copy_inputs", name, array, (layout.num_bytes,), ("uint8",))
+    check_array("copy_inputs", "step_counter", step_counter, (1,), ("int64",))
+    check_array("copy_inputs", "record", record, faults.record_shape(), ("int32",))
+    device.launch(COPY_INPUTS, slot, layout, enforce, block, step_counter, record)

@@ -1,0 +1,215 @@
+"""flash_attention: causal attention of a ubatch over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm import faults
+from pyllm.input_block import InputViews
+from pyllm.kv_types import KVType
+from pyllm.ops.check import check_array, require
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+    from pyllm.kv_cache import LayerCache
+
+QUERY_BLOCK = 128  # queries scored at once by the reference: bounds its scratch, changes no result
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What an attention layer computes.
+
+    Attributes:
+        scale: factor on the scores, usually 1 / sqrt(key_length).
+        window: sliding window in tokens, the query's own included; 0 means none.
+        softcap: scores become softcap * tanh(score / softcap); 0 means none.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+def flash_attention_ref(
+    q: np.ndarray,
+    inputs: InputViews,
+    num_seqs: int,
+    cache: LayerCache,
+    kv_type: KVType,
+    params: AttentionParams,
+    record: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    for seq in range(num_seqs):
+        start, stop = int(inputs.cu_seqlens[seq]), int(inputs.cu_seqlens[seq + 1])
+        if start == stop:
+            continue
+        positions = inputs.positions[start:stop]
+        first = max(0, int(positions.min()) - params.window + 1) if params.window else 0
+        keys, values, absent = _own_rows(inputs, seq, first, int(positions.max()) + 1, cache, kv_type, record)
+        for begin in range(start, stop, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, stop)
+            block = inputs.positions[begin:end]
+            visible = int(block.max()) + 1 - first
+            mask = _mask(block, first, visible, params.window, absent)
+            out[begin:end] = _attend(q[begin:end], keys[:visible], values[:visible], mask, params)
+
+
+def _own_rows(
+    inputs: InputViews, seq: int, first: int, stop: int, cache: LayerCache, kv_type: KVType, record: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Rows of positions first..stop-1 of a sequence as float32, and which of them are not its own (zeroed)."""
+    size = cache.page_size
+    index = np.arange(first // size, -(-stop // size))
+    pages, epochs = inputs.page_table[seq, index], inputs.page_epochs[seq, index]
+    skip = first - int(index[0]) * size
+    wanted = slice(skip, skip + stop - first)
+    if pages.size == 1 or (np.diff(pages) == 1).all():  # neighbours in memory: a view does
+        base = int(pages[0]) * size
+        rows: Any = slice(base + wanted.start, base + wanted.stop)
+    else:
+        rows = (pages.astype(np.int64)[:, None] * size + np.arange(size)).reshape(-1)[wanted]
+    expected = np.repeat(epochs, size)[wanted]
+    tags = cache.tags[rows]
+    keys, values = kv_type.decode(cache.k[rows]), kv_type.decode(cache.v[rows])
+    absent = tags != expected
+    if not absent.any():
+        return keys, values, None
+    stale = np.flatnonzero(absent)
+    _report_stale(
+        stale + first,
+        int(inputs.seq_ids[seq]),
+        np.repeat(pages, size)[wanted][stale],
+        expected[stale],
+        tags[stale],
+        cache,
+        record,
+    )
+    return _without(keys, absent), _without(values, absent), absent
+
+
+def _without(rows: np.ndarray, absent: np.ndarray) -> np.ndarray:
+    # Zeroed, not only masked: a weight of 0 times a NaN is a NaN.
+    return np.where(absent[:, None], np.float32(0), rows)
+
+
+def _report_stale(
+    positions: np.ndarray,
+    seq_id: int,
+    pages: np.ndarray,
+    expected: np.ndarray,
+    found: np.ndarray,
+    cache: LayerCache,
+    record: np.ndarray,
+) -> None:
+    entries = np.empty((len(positions), faults.WIDTH), np.int32)
+    entries[:, 0] = faults.FaultKind.TAG
+    entries[:, 1] = seq_id
+    entries[:, 2] = cache.layer
+    entries[:, 3] = pages
+    entries[:, 4] = positions % cache.page_size
+    entries[:, 5] = positions
+    entries[:, 6] = expected.view(np.int32)
+    entries[:, 7] = found.view(np.int32)
+    faults.report(record, entries)
+
+
+def _mask(positions: np.ndarray, first: int, visible: int, window: int, absent: np.ndarray | None) -> np.ndarray | None:
+    """[num_queries, visible] bool, true where a key must not be seen; None when every key may be seen."""
+    if len(positions) == 1 and absent is None and (not window or positions[0] - first < window):
+        return None  # one query, and the rows were cut to what it may see
+    key = np.arange(first, first + visible)
+    hidden = key[None, :] > positions[:, None]
+    if window:
+        hidden |= positions[:, None] - key[None, :] >= window
+    if absent is not None:
+        hidden |= absent[None, :visible]
+    return hidden
+
+
+def _attend(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, hidden: np.ndarray | None, params: AttentionParams
+) -> np.ndarray:
+    """softmax(scale * q kᵀ) v for one block of queries of one sequence."""
+    num_queries, num_heads, key_length = q.shape
+    num_kv_heads = keys.shape[1] // key_length
+    group = num_heads // num_kv_heads
+    # [kv_heads, group * queries, key_length] x [kv_heads, key_length, rows]: query head j uses kv head j // group
+    grouped = q.reshape(num_queries, num_kv_heads, group, key_length).transpose(1, 2, 0, 3)
+    grouped = grouped.reshape(num_kv_heads, group * num_queries, key_length)
+    scores = np.matmul(grouped, keys.reshape(-1, num_kv_heads, key_length).transpose(1, 2, 0))
+    scores *= np.float32(params.scale)
+    if params.softcap:
+        scores = np.float32(params.softcap) * np.tanh(scores / np.float32(params.softcap))
+    if hidden is not None:
+        np.copyto(scores.reshape(num_kv_heads, group, num_queries, -1), -np.inf, where=hidden)
+    weights = _softmax(scores)
+    mixed = np.matmul(weights, values.reshape(values.shape[0], num_kv_heads, -1).transpose(1, 0, 2))
+    mixed = mixed.reshape(num_kv_heads, group, num_queries, -1).transpose(2, 0, 1, 3)
+    return mixed.reshape(num_queries, num_heads, -1)
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Softmax along the last axis, in place; a row without a visible key becomes zeros."""
+    peak = scores.max(axis=-1, keepdims=True)
+    peak[np.isneginf(peak)] = 0
+    scores -= peak
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    total[total == 0] = 1
+    scores /= total
+    return scores
+
+
+FLASH_ATTENTION = Op("flash_attention", flash_attention_ref)
+
+
+def flash_attention(
+    device: Device,
+    q: Any,
+    inputs: InputViews,
+    num_seqs: int,
+    cache: LayerCache,
+    kv_type: KVType,
+    params: AttentionParams,
+    record: Any,
+    out: Any,
+) -> None:
+    """Causal grouped-query attention of each token over the rows of its own sequence.
+
+    Token t of sequence s at position p sees rows j <= p (and p - j < window) of s. They are found through the page
+    table, so rows of other sequences are not even addressed. A row whose tag differs from its page's epoch counts as
+    absent: it is left out of the sum and a TAG fault is recorded. The rows of this ubatch must have been written by
+    `set_rows` before.
+
+    Args:
+        q: [num_tokens, num_heads, key_length] float32; num_heads is a multiple of the kv heads.
+        inputs: the device's input block.
+        num_seqs: sequences in this ubatch.
+        cache: one layer's K, V and tags.
+        kv_type: how rows are stored.
+        params: scale, window, soft cap.
+        record: fault record; appended to.
+        out: [num_tokens, num_heads, value_length] float32; must not overlap q.
+
+    Numerics: scores, softmax and sums in float32. A query that sees no row gives zeros.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
+    """
+    check_array("flash_attention", "q", q, (None, None, None), ("float32",))
+    num_tokens, num_heads, key_length = q.shape
+    require(cache.k.shape[1] % key_length == 0, "flash_attention", f"key_length {key_length} does not divide the rows")
+    num_kv_heads = cache.k.shape[1] // key_length
+    require(num_heads % num_kv_heads == 0, "flash_attention", f"{num_heads} heads over {num_kv_heads} kv heads")
+    value_length = cache.v.shape[1] // num_kv_heads
+    check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), ("float32",))
+    check_array("flash_attention", "record", record, faults.record_shape(), ("int32",))
+    device.launch(FLASH_ATTENTION, q, inputs, num_seqs, cache, kv_type, params, record, out)

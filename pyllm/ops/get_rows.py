@@ -1,0 +1,42 @@
+"""get_rows: pick rows of a matrix by index; packed rows are decoded on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm.ops.check import check_array, require
+from pyllm.ops.op import Op
+from pyllm.quants import QuantType, dequantize
+from pyllm.weight import Weight
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+
+def get_rows_ref(weight: Weight, ids: np.ndarray, out: np.ndarray) -> None:
+    if weight.qtype == QuantType.F32:
+        out[...] = weight.array[ids]
+    else:
+        dequantize(weight.array[ids], weight.qtype, out=out)
+
+
+GET_ROWS = Op("get_rows", get_rows_ref)
+
+
+def get_rows(device: Device, weight: Weight, ids: Any, out: Any) -> None:
+    """out[i] = weight[ids[i]], the token embedding.
+
+    Args:
+        weight: [num_rows, row_elements], any block type.
+        ids: [n] int32, each in 0..num_rows-1 (the executor checks token ids before it submits them).
+        out: [n, row_elements] float32.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    """
+    require(len(weight.shape) == 2, "get_rows", f"weight {weight.name} is not a matrix")
+    check_array("get_rows", "ids", ids, (None,), ("int32",))
+    check_array("get_rows", "out", out, (ids.shape[0], weight.shape[1]), ("float32",))
+    device.launch(GET_ROWS, weight, ids, out)

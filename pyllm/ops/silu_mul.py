@@ -1,0 +1,40 @@
+"""silu_mul: the gate of a SwiGLU feed-forward block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm.ops.check import check_array
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+
+def silu_mul_ref(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
+    with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
+        sigmoid = 1 / (1 + np.exp(-gate))
+    np.multiply(gate * sigmoid, up, out=out)
+
+
+SILU_MUL = Op("silu_mul", silu_mul_ref)
+
+
+def silu_mul(device: Device, gate: Any, up: Any, out: Any) -> None:
+    """out = gate * sigmoid(gate) * up, element by element.
+
+    Args:
+        gate, up: [num_tokens, feed_forward_length] float32.
+        out: like gate; may be gate or up.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+
+    Source: Shazeer 2020, arXiv:2002.05202 (SwiGLU).
+    """
+    check_array("silu_mul", "gate", gate, (None, None), ("float32",))
+    for name, array in (("up", up), ("out", out)):
+        check_array("silu_mul", name, array, gate.shape, ("float32",))
+    device.launch(SILU_MUL, gate, up, out)

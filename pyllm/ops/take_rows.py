@@ -1,0 +1,37 @@
+"""take_rows: gather rows of an activation, for the tokens whose logits are wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm.ops.check import check_array
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+
+def take_rows_ref(x: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
+    np.take(x, ids, axis=0, out=out)
+
+
+TAKE_ROWS = Op("take_rows", take_rows_ref)
+
+
+def take_rows(device: Device, x: Any, ids: Any, out: Any) -> None:
+    """out[i] = x[ids[i]].
+
+    Args:
+        x: [num_tokens, hidden_size] float32.
+        ids: [n] int32, each in 0..num_tokens-1.
+        out: [n, hidden_size] float32; must not overlap x.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    """
+    check_array("take_rows", "x", x, (None, None), ("float32",))
+    check_array("take_rows", "ids", ids, (None,), ("int32",))
+    check_array("take_rows", "out", out, (ids.shape[0], x.shape[1]), ("float32",))
+    device.launch(TAKE_ROWS, x, ids, out)

@@ -1,0 +1,82 @@
+"""A request: one prompt on its way to an answer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pyllm.errors import PyllmError
+from pyllm.kv_cache import SequenceKV
+from pyllm.sampling import Sampler, SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence from its prompt to its end. The scheduler owns it while it runs.
+
+    Attributes:
+        token_ids: prompt, then what was generated.
+        num_prompt: tokens of the prompt.
+        params: how to sample.
+        sampler: draws the tokens; None when the logits of every position are wanted instead.
+        kv: its K/V rows; None while it waits. `kv.length` tokens are submitted.
+        emitted: generated tokens that the caller has not taken yet.
+        logits: logits of every position, in pieces, when there is no sampler.
+        finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
+        error: why it ended, with "error".
+        first_token_at, started_at, ended_at: seconds of time.perf_counter().
+    """
+
+    token_ids: list[int]
+    params: SamplingParams | None
+    sampler: Sampler | None
+    num_prompt: int
+    kv: SequenceKV | None = None
+    emitted: deque[int] = field(default_factory=deque)
+    logits: list[np.ndarray] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: PyllmError | None = None
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+
+    @classmethod
+    def generate(cls, prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> Request:
+        """A request for generated tokens."""
+        return cls(list(prompt), params, Sampler(params, vocab_size), len(prompt))
+
+    @classmethod
+    def all_logits(cls, prompt: Sequence[int]) -> Request:
+        """A request for the logits of every position."""
+        return cls(list(prompt), None, None, len(prompt))
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known but not submitted yet."""
+        return len(self.token_ids) - (self.kv.length if self.kv is not None else 0)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def finish(self, reason: str, error: PyllmError | None = None) -> None:
+        """End the request; the first reason stays."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = reason, error
+            self.ended_at = time.perf_counter()
+
+    def stats(self) -> dict[str, float | int | str | None]:
+        """Counts and times of this request. Seconds are wall time: prefill ends with the first generated token."""
+        prefill_end = self.first_token_at or self.ended_at
+        return {
+            "prompt_tokens": self.num_prompt,
+            "generated_tokens": self.num_generated,
+            "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,
+            "decode_seconds": max(0.0, self.ended_at - prefill_end) if self.started_at else 0.0,
+            "finish_reason": self.finish_reason,
+            "seed": self.sampler.seed if self.sampler is not None else None,
+        }

@@ -1,0 +1,291 @@
+"""The scheduler: which tokens of which sequences run next, and what their results mean.
+
+Continuous batching: every ubatch takes the one pending token of each decoding sequence first, then chunks of prompts
+in order of arrival. Ubatches are queued ahead of the device; a sequence is taken up again when the token that it waits
+for has been sampled. Results come back in the order of submission, and nothing of a step is used before its fault
+record was read clean. Knows sequences, pages and tokens; knows no array maths and no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
+from pyllm.executor import Executor, Segment, Step
+from pyllm.faults import CAPACITY, Fault, FaultKind
+from pyllm.kv_cache import KVCache
+from pyllm.request import Request
+
+MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step in flight with the requests of its segments."""
+
+    step: Step
+    requests: tuple[Request, ...]
+    num_tokens: int
+
+
+class Scheduler:
+    """Owns waiting and running requests and the steps in flight.
+
+    Args:
+        ctx_size: tokens that a sequence may hold.
+        batch_size: tokens that may be in flight.
+        ubatch_size: tokens of one ubatch.
+        n_seqs: sequences that run at the same time.
+        is_end: tells whether a token ends a generation.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        cache: KVCache,
+        ctx_size: int,
+        batch_size: int,
+        ubatch_size: int,
+        n_seqs: int,
+        is_end: Callable[[int], bool],
+    ) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._ctx_size = ctx_size
+        self._batch_size = max(batch_size, ubatch_size)
+        self._ubatch_size = ubatch_size
+        self._n_seqs = n_seqs
+        self._is_end = is_end
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._in_flight: deque[QueuedStep] = deque()
+        self._interrupted = False
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextError: its prompt is empty or does not fit.
+        """
+        room = self._ctx_size - (request.sampler is not None)  # one place for the first generated token
+        if not request.token_ids:
+            raise ContextError("the prompt is empty: give at least one token")
+        if request.num_prompt > room:
+            raise ContextError(
+                f"the prompt has {request.num_prompt} tokens, the context holds {self._ctx_size}; "
+                "shorten it or make the context larger (-c, ctx_size)"
+            )
+        request.started_at = time.perf_counter()
+        self._waiting.append(request)
+
+    def end(self, request: Request, reason: str) -> None:
+        """End a request, wherever it is. Its pages are free at once: later work comes later in the stream."""
+        self._end(request, reason)
+
+    def interrupt(self) -> None:
+        """End all requests at the next opportunity. Safe in a signal handler: it only sets a flag."""
+        self._interrupted = True
+
+    def step(self) -> None:
+        """Queue what can be queued, then take what has come back; blocks only when nothing could be queued.
+
+        Raises:
+            DeviceError: the device failed; no request can go on.
+        """
+        try:
+            self._check_interrupt()
+            self._admit()
+            queued = self._queue_ubatches()
+            if self._in_flight and not queued:
+                self._collect()
+            while self._in_flight and self._in_flight[0].step.done.query():
+                self._collect()
+        except DeviceError as error:
+            for request in [*self._running, *self._waiting]:
+                request.finish("error", error)
+            self._running.clear()
+            self._waiting.clear()
+            raise
+
+    # choosing
+
+    def _check_interrupt(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            for request in [*self._running, *self._waiting]:
+                self._end(request, "interrupted")
+
+    def _admit(self) -> None:
+        """Start waiting requests while there are sequences and pages for them."""
+        while self._waiting and len(self._running) < self._n_seqs:
+            request = self._waiting[0]
+            usable = self._cache.num_pages - len(self._cache.quarantined)
+            needed = self._cache.pages_for(len(request.token_ids) + (request.sampler is not None))
+            if needed > usable:
+                self._end(request, "error", ContextError(f"{needed} K/V pages are needed, {usable} are in order"))
+                continue
+            if self._running and needed > self._cache.num_free_pages:
+                return
+            self._waiting.popleft()
+            request.kv = self._cache.new_sequence()
+            request.logits.clear()
+            self._running.append(request)
+
+    def _queue_ubatches(self) -> bool:
+        queued = False
+        tokens = sum(entry.num_tokens for entry in self._in_flight)
+        while tokens + self._ubatch_size <= self._batch_size or not tokens:
+            self._check_interrupt()
+            chosen = self._choose()
+            if not chosen:
+                break
+            tokens += self._submit(chosen)
+            queued = True
+        return queued
+
+    def _choose(self) -> list[tuple[Request, Segment]]:
+        """Segments of the next ubatch, with room for their rows; the youngest sequences give way when pages run out."""
+        room = self._ubatch_size
+        output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
+        chosen: list[tuple[Request, Segment]] = []
+        for request in sorted(self._running, key=lambda r: r.num_pending > 1):  # stable: decoding first, then by age
+            if request.kv is None or request.num_pending == 0 or room == 0:
+                continue
+            count = min(request.num_pending, room)
+            if request.sampler is None:
+                count = min(count, output_room)
+            if count == 0 or not self._make_room(request, count, chosen):
+                continue
+            segment = self._segment(request, count)
+            chosen.append((request, segment))
+            room -= count
+            output_room -= segment.num_outputs
+        return chosen
+
+    def _make_room(self, request: Request, count: int, chosen: list[tuple[Request, Segment]]) -> bool:
+        """Extend a request's rows; put younger requests back into the queue while pages are short."""
+        assert request.kv is not None
+        taken = {id(other) for other, _ in chosen}
+        while not self._cache.extend(request.kv, count):
+            younger = self._running[self._running.index(request) + 1 :]
+            victim = next((other for other in reversed(younger) if id(other) not in taken), None)
+            if victim is None:
+                return self._wait_for_pages(request, bool(taken))
+            self._put_back(victim)
+        return True
+
+    def _wait_for_pages(self, request: Request, others_run: bool) -> bool:
+        """No younger sequence can give way: wait for older ones, or end when there is nobody to wait for."""
+        if len(self._running) > 1 or others_run:
+            self._put_back(request)
+        else:
+            self._end(request, "error", ContextError("the K/V pages are used up; make the context larger (-c)"))
+        return False
+
+    def _put_back(self, request: Request) -> None:
+        """Back to the front of the queue, to be computed anew. What was emitted stays emitted."""
+        assert request.kv is not None
+        self._cache.release(request.kv)
+        request.kv = None
+        self._running.remove(request)
+        self._waiting.appendleft(request)
+
+    @staticmethod
+    def _segment(request: Request, count: int) -> Segment:
+        """The next `count` tokens, for which the rows were just added."""
+        assert request.kv is not None
+        start = request.kv.length - count
+        reaches_end = request.kv.length == len(request.token_ids)
+        num_outputs = count if request.sampler is None else int(reaches_end)
+        return Segment(request.kv, start, request.token_ids[start : start + count], num_outputs)
+
+    def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
+        requests = tuple(request for request, _ in chosen)
+        segments = [segment for _, segment in chosen]
+        try:
+            step = self._executor.submit(segments)
+        except DeviceError:
+            raise
+        except BaseException as error:
+            # Their rows may be half written. Nobody else's are: the ubatch was queued in part, in order.
+            failure = error if isinstance(error, PyllmError) else PyllmError(f"{type(error).__name__}: {error}")
+            for request in requests:
+                self._end(request, "error", failure)
+            raise
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        self._in_flight.append(QueuedStep(step, requests, num_tokens))
+        return num_tokens
+
+    # taking results
+
+    def _collect(self) -> None:
+        """Take the results of the oldest step. It stays queued until they are there: Ctrl-C may break the wait."""
+        entry = self._in_flight[0]
+        logits, found = entry.step.result()
+        self._in_flight.popleft()
+        if found:
+            self._handle_faults(entry, found)
+        row = 0
+        for request, segment in zip(entry.requests, entry.step.segments, strict=True):
+            rows = logits[row : row + segment.num_outputs]
+            row += segment.num_outputs
+            if request.kv is segment.seq and request.finish_reason is None:
+                self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
+                self._take_logits(request, rows)
+
+    def _take_logits(self, request: Request, rows: np.ndarray) -> None:
+        if request.sampler is None:
+            request.logits.append(rows)
+            if request.num_pending == 0 and sum(map(len, request.logits)) == len(request.token_ids):
+                self._end(request, "stop")
+        elif len(rows):
+            self._sample(request, rows[-1])
+
+    def _sample(self, request: Request, row: np.ndarray) -> None:
+        assert request.sampler is not None and request.params is not None
+        try:
+            token = request.sampler.sample(row, request.token_ids).token
+        except PyllmError as error:
+            self._end(request, "error", error)
+            return
+        if not request.num_generated:
+            request.first_token_at = time.perf_counter()
+        request.token_ids.append(token)
+        request.emitted.append(token)
+        limit = request.params.max_tokens
+        if self._is_end(token) and not request.params.ignore_eos:
+            self._end(request, "stop")
+        elif len(request.token_ids) >= self._ctx_size or (limit is not None and request.num_generated >= limit):
+            self._end(request, "length")
+
+    def _handle_faults(self, entry: QueuedStep, found: list[Fault]) -> None:
+        """End every sequence that the faults touch and take their pages out of use."""
+        pages = {fault.page for fault in found if fault.page >= 0}
+        seq_ids = {fault.seq_id for fault in found}
+        whole_step = len(found) >= CAPACITY or any(fault.kind == FaultKind.SERIAL for fault in found)
+        for request in list(self._running):
+            kv = request.kv
+            assert kv is not None
+            in_step = any(kv is segment.seq for segment in entry.step.segments)
+            if kv.seq_id in seq_ids or pages & set(kv.pages) or (whole_step and in_step):
+                error = StaleKVError(f"{found[0]}; the sequence was stopped, nothing of this step was shown")
+                for page in kv.pages if whole_step and in_step else ():
+                    self._cache.quarantine(page)
+                self._end(request, "error", error)
+        for page in pages:
+            self._cache.quarantine(page)
+
+    def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
+        request.finish(reason, error)
+        if request.kv is not None:
+            self._cache.release(request.kv)
+            request.kv = None
+        if request in self._running:
+            self._running.remove(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
