@@ -19,8 +19,9 @@ from pyllm.quants import iq4_nl, iq4_xs, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_
 
 __all__ = ["FORMATS", "BlockFormat", "QuantType", "decodable_types", "dequantize", "row_bytes"]
 
-# Temporaries of one chunk (256 KiB of float32 and a few times 64 KiB of bytes) stay in a core's L2 cache.
-_CHUNK_ELEMENTS = 65536
+# One chunk (512 KiB of float32 and a few times 128 KiB of bytes) stays in a core's L2 cache; half of it was measured to
+# be 10 to 15 % slower, a quarter 40 %.
+_CHUNK_ELEMENTS = 131072
 
 Decoder = Callable[[np.ndarray, np.ndarray], None]
 
