@@ -24,6 +24,10 @@ class TemplateError(PyllmError):
     """A chat template is missing, malformed, refused by the sandbox, or raised an error of its own."""
 
 
+class SamplingError(PyllmError):
+    """A row of logits from which no token can be chosen: NaN everywhere, or overflowed."""
+
+
 class ContextError(PyllmError):
     """A prompt or a generation does not fit into the context."""
 

@@ -91,7 +91,9 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that could become `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
     return 0

@@ -82,6 +82,10 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def control_texts(self) -> dict[str, int]:
+        """Text and id of each token that only `parse_special` finds: what text from users must not turn into."""
+        return {self._vocab.tokens[i]: i for i in self._vocab.ids_of_types(HIDDEN_TYPES)}
+
     def encode_prompt(self, rendered: str) -> list[int]:
         """Ids of a rendered chat template: markup becomes control tokens, and there is one BOS, never two.
 
@@ -134,6 +138,10 @@ class Tokenizer:
         if token_type == TokenType.BYTE and (value := byte_token_value(token)) is not None:
             return bytes([value])
         return b""
+
+    def control_texts(self) -> dict[str, int]:
+        """Text to id of all control tokens: what text from users must never become by itself."""
+        return {self._vocab.tokens[token_id]: token_id for token_id in self._vocab.ids_of_types(HIDDEN_TYPES)}
 
     def is_control(self, token_id: int) -> bool:
         """Whether a token is markup, which `skip_special` leaves out."""

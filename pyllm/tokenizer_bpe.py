@@ -60,6 +60,4 @@ class BpeModel:
         try:
             return bytes([BYTE_OF_CHAR[char] for char in token])
         except KeyError:
-            return b"".join(
-                bytes([BYTE_OF_CHAR[char]]) if char in BYTE_OF_CHAR else char.encode() for char in token
-            )
+            return b"".join(bytes([BYTE_OF_CHAR[char]]) if char in BYTE_OF_CHAR else char.encode() for char in token)

@@ -53,7 +53,7 @@ class SpmModel:
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text without lone surrogates, which starts the prompt or follows a special token: a space may go first."""
+        """Ids of a text without lone surrogates. It comes first or follows a special token: a space may go in front."""
         ids: list[int] = []
         for word in self._word_start.split(self._prefix + text.replace(" ", SPACE)):
             ids += self._encode_word(word)
