@@ -82,10 +82,6 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
-    def control_texts(self) -> dict[str, int]:
-        """Text and id of each token that only `parse_special` finds: what text from users must not turn into."""
-        return {self._vocab.tokens[i]: i for i in self._vocab.ids_of_types(HIDDEN_TYPES)}
-
     def encode_prompt(self, rendered: str) -> list[int]:
         """Ids of a rendered chat template: markup becomes control tokens, and there is one BOS, never two.
 
