@@ -470,9 +470,9 @@ class GGUFModel(TypedMetadata, ABC):
 class GGUFFile(GGUFModel):
     """One GGUF file, memory-mapped read-only.
 
-    Who owns what: the file object owns the mapping's first reference; each array from `tensor_data` holds another, and
-    the mapping goes away with the last of them. `close()` only drops the object's own reference, so it is safe while
-    arrays are in use.
+    Who owns what: the file object (with its metadata) owns the mapping's first reference; each array from `tensor_data`
+    holds another, and the mapping goes away with the last of them. `close()` only drops the object's own reference, so
+    it is safe while arrays are in use.
 
     Attributes:
         version: 2 or 3.
@@ -527,16 +527,21 @@ class SplitGGUF(GGUFModel):
         self.metadata = self._parts[0].metadata
         self.tensors = {}
         self._owner: dict[str, GGUFFile] = {}
+        total = self.get_int("split.tensors.count", None)
         for part in self._parts:
+            part_total = part.get_int("split.tensors.count", total)
+            if part_total != total:
+                _foreign(part, f"is from a model of {part_total} tensors, {_shown(self.path.name)} from one of {total}")
             for name, info in part.tensors.items():
                 if name in self._owner:
                     _foreign(part, f"holds tensor {_shown(name)}, as {_shown(self._owner[name].path.name)} does")
                 self.tensors[name] = info
                 self._owner[name] = part
-        for part in self._parts:
-            total = part.get_int("split.tensors.count", len(self.tensors))
-            if total != len(self.tensors):
-                _foreign(part, f"is from a model of {total} tensors, the {len(paths)} parts hold {len(self.tensors)}")
+        if total not in (None, len(self.tensors)):
+            raise ModelFileError(
+                f"{_shown(self.path, 4096)}: its model has {total} tensors, the {len(paths)} parts hold "
+                f"{len(self.tensors)}; one of them belongs to another model: fetch all parts again"
+            )
 
     def tensor_data(self, name: str) -> np.ndarray:
         return self._owner.get(name, self._parts[0]).tensor_data(name)

@@ -97,8 +97,9 @@ def test_renamed_parts(tmp_path):
     [
         (part(2, 4, ["d", "e"]), "is part 2 of 4, its name says 2 of 3"),
         (part(2, 3, ["d", "a"]), "holds tensor a, as tiny-00001-of-00003.gguf does"),
-        (part(2, 3, ["d", "e"], total=7), "is from a model of 7 tensors, the 3 parts hold 6"),
-        (part(2, 3, ["d"]), "is from a model of 6 tensors, the 3 parts hold 5"),
+        (part(2, 3, ["d", "e"], total=7), "00002-of-00003.gguf is from a model of 7 tensors, tiny-00001-of-00003.gguf"),
+        (part(2, 3, ["w", "x", "y", "z"], total=9), "00002-of-00003.gguf is from a model of 9 tensors"),
+        (part(2, 3, ["d"]), "its model has 6 tensors, the 3 parts hold 5"),
         (gguf([pair("split.no", UINT16, 1)]), "split.count is missing"),
         (gguf([]), "split.no is missing"),
         (part(2, 3, ["d", "e"])[:-8], "tensor e ends at byte"),
