@@ -88,6 +88,10 @@ class Device(ABC):
         """Copy a host array into fresh device memory; returns when `array` may be changed again."""
 
     @abstractmethod
+    def download(self, array: Any) -> np.ndarray:
+        """Wait for all queued work, then copy a device array to the host. For tests and diagnostics."""
+
+    @abstractmethod
     def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[Any, QuantType]:
         """Bring a weight into the form in which this device multiplies it.
 

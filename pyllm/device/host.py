@@ -58,6 +58,10 @@ class HostDevice(Device):
         target[...] = array
         return target
 
+    def download(self, array: np.ndarray) -> np.ndarray:
+        self.synchronize()
+        return array.copy()
+
     def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[np.ndarray, QuantType]:
         target = self.empty(shape, np.float32)
         dequantize(data, qtype, out=target)

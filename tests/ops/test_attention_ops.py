@@ -1,0 +1,306 @@
+"""set_rows and flash_attention: pages, tags, masks, and float64 attention as the measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyllm import faults
+from pyllm.device import Device
+from pyllm.faults import FaultKind
+from pyllm.input_block import InputLayout, InputViews
+from pyllm.kv_cache import LayerCache
+from pyllm.kv_types import KV_TYPES
+from pyllm.ops.copy_inputs import copy_inputs
+from pyllm.ops.flash_attention import AttentionParams, flash_attention
+from pyllm.ops.op import Op
+from pyllm.ops.set_rows import set_rows
+from tests.ops.lives import input_views, on_device
+
+LAYOUT = InputLayout(max_tokens=300, max_seqs=4, max_pages=40)
+ROUNDING = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}
+
+
+@dataclass
+class Case:
+    """Sequences of given lengths of which the last tokens are in this ubatch.
+
+    Attributes:
+        lengths: rows per sequence, this ubatch included.
+        new: tokens per sequence in this ubatch.
+    """
+
+    lengths: tuple[int, ...]
+    new: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        self.num_seqs = len(self.lengths)
+        pages_of = [-(-length // self.page_size) for length in self.lengths]
+        shuffled = rng.permutation(sum(pages_of) + 3)
+        self.num_pages = len(shuffled)
+        self.page_table = np.zeros((self.num_seqs, max(pages_of)), np.int32)
+        self.epochs = np.zeros_like(self.page_table, np.uint32)
+        start = 0
+        for seq, count in enumerate(pages_of):
+            self.page_table[seq, :count] = shuffled[start : start + count]
+            self.epochs[seq, :count] = rng.integers(1, 2**32, count, np.uint32)
+            start += count
+        width = self.num_kv_heads * self.head_dim
+        self.k = [rng.standard_normal((length, width), np.float32) for length in self.lengths]
+        self.v = [rng.standard_normal((length, width), np.float32) for length in self.lengths]
+        self.q = rng.standard_normal((sum(self.new), self.num_heads, self.head_dim), np.float32)
+
+    def rows(self, seq: int) -> np.ndarray:
+        position = np.arange(self.lengths[seq])
+        return self.page_table[seq, position // self.page_size].astype(np.int64) * self.page_size + (
+            position % self.page_size
+        )
+
+    def positions(self, seq: int) -> np.ndarray:
+        return np.arange(self.lengths[seq] - self.new[seq], self.lengths[seq])
+
+    def inputs(self, device: Device) -> InputViews:
+        return input_views(
+            device,
+            LAYOUT,
+            positions=np.concatenate([self.positions(seq) for seq in range(self.num_seqs)]),
+            token_seq=np.repeat(np.arange(self.num_seqs), self.new),
+            row_ids=np.concatenate([self.rows(seq)[self.positions(seq)] for seq in range(self.num_seqs)]),
+            cu_seqlens=np.pad(np.cumsum([0, *self.new]), (0, 4 - self.num_seqs), mode="edge"),
+            kv_lens=np.array(self.lengths),
+            seq_ids=100 + np.arange(self.num_seqs),
+            page_table=self.page_table,
+            page_epochs=self.epochs,
+        )
+
+    def cache(self, device: Device, kv_type: str = "f32") -> LayerCache:
+        """All rows but this ubatch's are in place; every other row is NaN with a foreign tag."""
+        storage = KV_TYPES[kv_type]
+        num_rows, width = self.num_pages * self.page_size, self.num_kv_heads * self.head_dim
+        k, v = (storage.encode(np.full((num_rows, width), np.nan, np.float32)) for _ in range(2))
+        tags = np.full(num_rows, 7, np.uint32)
+        for seq in range(self.num_seqs):
+            old = self.lengths[seq] - self.new[seq]
+            rows = self.rows(seq)[:old]
+            k[rows], v[rows] = storage.encode(self.k[seq][:old]), storage.encode(self.v[seq][:old])
+            tags[rows] = np.repeat(self.epochs[seq], self.page_size)[:old]
+        return LayerCache(on_device(device, k), on_device(device, v), on_device(device, tags), self.page_size, layer=5)
+
+    def new_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of this ubatch's tokens."""
+        k = [rows[length - new :] for rows, length, new in zip(self.k, self.lengths, self.new, strict=True)]
+        v = [rows[length - new :] for rows, length, new in zip(self.v, self.lengths, self.new, strict=True)]
+        return np.concatenate(k), np.concatenate(v)
+
+    def exact(self, params: AttentionParams, absent: dict[int, set[int]] | None = None) -> np.ndarray:
+        """Attention in float64, one query and head at a time."""
+        out, token = np.zeros(self.q.shape), 0
+        for seq in range(self.num_seqs):
+            shape = (self.lengths[seq], self.num_kv_heads, self.head_dim)
+            keys, values = self.k[seq].reshape(shape), self.v[seq].reshape(shape)
+            for position in self.positions(seq):
+                seen = [
+                    j
+                    for j in range(position + 1)
+                    if (not params.window or position - j < params.window) and j not in (absent or {}).get(seq, set())
+                ]
+                for head in range(self.num_heads):
+                    kv_head = head // (self.num_heads // self.num_kv_heads)
+                    scores = keys[seen, kv_head].astype(np.float64) @ self.q[token, head] * params.scale
+                    if params.softcap:
+                        scores = params.softcap * np.tanh(scores / params.softcap)
+                    weights = np.exp(scores - scores.max()) if seen else np.zeros(0)
+                    if seen:
+                        out[token, head] = weights @ values[seen, kv_head] / weights.sum()
+                token += 1
+        return out
+
+
+def run(
+    device: Device, case: Case, params: AttentionParams, kv_type: str = "f32", cache: LayerCache | None = None
+) -> tuple[np.ndarray, np.ndarray, LayerCache]:
+    """set_rows, then flash_attention; returns output, fault record and the cache."""
+    cache = cache or case.cache(device, kv_type)
+    inputs, record = case.inputs(device), on_device(device, np.zeros(faults.record_shape(), np.int32))
+    k, v = case.new_rows()
+    set_rows(device, on_device(device, k), on_device(device, v), inputs, cache, KV_TYPES[kv_type], record)
+    out = device.empty(case.q.shape, np.float32)
+    q = on_device(device, case.q)
+    flash_attention(device, q, inputs, case.num_seqs, cache, KV_TYPES[kv_type], params, record, out)
+    return device.download(out), device.download(record), cache
+
+
+CASES = {
+    "one token": Case((1,), (1,)),
+    "prefill": Case((33,), (33,)),
+    "prefill in blocks": Case((257,), (257,), page_size=64),
+    "chunk behind rows": Case((97,), (31,)),
+    "decode": Case((65,), (1,)),
+    "mixed": Case((1, 64, 33, 17), (1, 1, 33, 5)),
+    "a sequence without tokens here": Case((9, 16), (0, 16)),
+    "all heads share one": Case((40, 9), (7, 1), num_heads=6, num_kv_heads=1),
+    "no sharing": Case((40,), (7,), num_heads=3, num_kv_heads=3),
+    "head of 80": Case((19,), (19,), head_dim=80),
+    "head of 128": Case((19,), (3,), head_dim=128),
+}
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention(device: Device, case: Case, kv_type: str) -> None:
+    params = AttentionParams(scale=case.head_dim**-0.5)
+    out, record, _ = run(device, case, params, kv_type)
+    assert faults.count(record) == 0
+    assert np.abs(out - case.exact(params)).max() <= 2e-5 + 8 * ROUNDING[kv_type]
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 24, 1000])
+@pytest.mark.parametrize("name", ["prefill in blocks", "chunk behind rows", "decode", "mixed"])
+def test_sliding_window(device: Device, name: str, window: int) -> None:
+    case = CASES[name]
+    params = AttentionParams(scale=0.25, window=window)
+    out, record, _ = run(device, case, params)
+    assert faults.count(record) == 0
+    assert np.abs(out - case.exact(params)).max() <= 2e-5
+
+
+def test_softcap(device: Device) -> None:
+    params = AttentionParams(scale=2.0, softcap=3.0)
+    out, _, _ = run(device, CASES["mixed"], params)
+    assert np.abs(out - CASES["mixed"].exact(params)).max() <= 2e-5
+
+
+def test_large_scores_do_not_overflow(device: Device) -> None:
+    case = CASES["chunk behind rows"]
+    out, _, _ = run(device, case, AttentionParams(scale=1e4))
+    assert np.isfinite(out).all()
+    assert np.abs(out - case.exact(AttentionParams(scale=1e4))).max() <= 1e-3
+
+
+def test_every_row_gets_its_pages_epoch_and_no_other_row_is_touched(device: Device) -> None:
+    case = CASES["mixed"]
+    _, _, cache = run(device, case, AttentionParams(scale=0.25))
+    tags = device.download(cache.tags)
+    own = np.zeros(len(tags), bool)
+    for seq in range(case.num_seqs):
+        rows = case.rows(seq)
+        own[rows] = True
+        assert (tags[rows] == np.repeat(case.epochs[seq], case.page_size)[: len(rows)]).all()
+    assert (tags[~own] == 7).all()
+    assert np.isnan(device.download(cache.k)[~own]).all()
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_stale_rows_are_left_out_and_each_one_is_reported(device: Device, window: int) -> None:
+    case = Case((65, 30), (1, 9))
+    params = AttentionParams(scale=0.25, window=window)
+    absent = {0: {0, 50, 63}, 1: {3, 20}}
+    cache = case.cache(device)
+    stale = np.concatenate([case.rows(seq)[sorted(positions)] for seq, positions in absent.items()])
+
+    def spoil(tags: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        tags[stale] = 12
+        k[stale] = v[stale] = np.nan  # whatever they hold must not matter
+
+    device.launch(Op("spoil", spoil), cache.tags, cache.k, cache.v)
+    out, record, _ = run(device, case, params, cache=cache)
+    assert np.abs(out - case.exact(params, absent)).max() <= 2e-5
+    reach = {0: range(0 if not window else 65 - window, 65), 1: range(0, 30)}
+    expected = {
+        (100 + seq, position, int(case.page_table[seq, position // 8]), position % 8)
+        for seq, positions in absent.items()
+        for position in positions
+        if position in reach[seq]
+    }
+    found = faults.entries(record)
+    assert {(f.seq_id, f.position, f.page, f.row) for f in found} == expected
+    assert all(f.kind == FaultKind.TAG and f.layer == 5 for f in found)
+
+
+def test_a_query_that_sees_nothing_gives_zeros(device: Device) -> None:
+    case = Case((1,), (1,))
+    cache = case.cache(device)
+    inputs, record = case.inputs(device), on_device(device, np.zeros(faults.record_shape(), np.int32))
+    out = device.empty(case.q.shape, np.float32)
+    params = AttentionParams(scale=1.0)
+    q = on_device(device, case.q)
+    flash_attention(device, q, inputs, 1, cache, KV_TYPES["f32"], params, record, out)  # its own row was never written
+    assert (device.download(out) == 0).all()
+    assert faults.count(device.download(record)) == 1
+
+
+def test_twenty_runs_give_the_same_bits(device: Device) -> None:
+    case = CASES["mixed"]
+    params = AttentionParams(scale=0.25)
+    first = run(device, case, params)[0]
+    for _ in range(19):
+        assert (run(device, case, params)[0] == first).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [(1.0, 0x3F80), (1 + 2**-8, 0x3F80), (1 + 3 * 2**-8, 0x3F82), (-2.5, 0xC020), (3.4e38, 0x7F80), (np.nan, 0x7FC0)],
+)
+def test_bf16_rounds_to_nearest_even(value: float, stored: int) -> None:
+    assert KV_TYPES["bf16"].encode(np.array([value], np.float32))[0] == stored
+
+
+def slot(head: int, tail: int) -> np.ndarray:
+    """A slot with something in every field."""
+    buffer = np.ones(LAYOUT.num_bytes, np.uint8)
+    views = LAYOUT.views(buffer)
+    views.head_serial[0], views.tail_serial[0], views.status[0] = head, tail, 0
+    return buffer
+
+
+def copied(device: Device, head: int, tail: int, counter: int, enforce: bool = True) -> tuple[InputViews, Any, Any]:
+    block = device.empty((LAYOUT.num_bytes,), np.uint8)
+    step_counter = on_device(device, np.array([counter], np.int64))
+    record = on_device(device, np.full(faults.record_shape(), 99, np.int32))  # must be cleared
+    copy_inputs(device, on_device(device, slot(head, tail)), LAYOUT, enforce, block, step_counter, record)
+    return LAYOUT.views(device.download(block)), device.download(step_counter), device.download(record)
+
+
+def test_copy_inputs_copies_everything_and_counts(device: Device) -> None:
+    views, counter, record = copied(device, 5, 5, counter=4)
+    assert counter[0] == 5
+    assert faults.count(record) == 0
+    expected = LAYOUT.views(slot(5, 5))
+    for name in LAYOUT.fields():
+        assert (getattr(views, name) == getattr(expected, name)).all()
+
+
+@pytest.mark.parametrize(("head", "tail"), [(6, 6), (5, 6), (6, 5), (4, 4), (2**40 + 5, 2**40 + 5)])
+def test_a_wrong_serial_empties_the_block(device: Device, head: int, tail: int) -> None:
+    views, counter, record = copied(device, head, tail, counter=4)
+    assert counter[0] == 5  # it advances all the same: the next ubatch is judged on its own
+    (fault,) = faults.entries(record)
+    assert (fault.kind, fault.expected) == (FaultKind.SERIAL, 5)
+    assert views.status[0] == 1
+    assert (views.row_ids == -1).all()
+    assert not views.cu_seqlens.any()
+    assert not views.page_table.any()
+
+
+def test_an_empty_block_writes_and_reads_no_row(device: Device) -> None:
+    case = Case((9,), (9,))
+    inputs = input_views(device, LAYOUT, row_ids=np.full(LAYOUT.max_tokens, -1), status=[1])
+    cache, record = case.cache(device), on_device(device, np.zeros(faults.record_shape(), np.int32))
+    k, v = (on_device(device, rows) for rows in case.new_rows())
+    set_rows(device, k, v, inputs, cache, KV_TYPES["f32"], record)
+    out = on_device(device, np.full(case.q.shape, 3, np.float32))
+    q, params = on_device(device, case.q), AttentionParams(scale=1.0)
+    flash_attention(device, q, inputs, 1, cache, KV_TYPES["f32"], params, record, out)
+    assert (device.download(cache.tags) == 7).all()
+    assert np.isnan(device.download(cache.k)).all()
+    assert (device.download(out) == 3).all()
+    assert faults.count(device.download(record)) == 0

@@ -1,0 +1,173 @@
+"""get_rows, take_rows, rms_norm, mul_mat, silu_mul, add against their formulas in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyllm.device import Device
+from pyllm.errors import ShapeError
+from pyllm.ops.add import add
+from pyllm.ops.get_rows import get_rows
+from pyllm.ops.mul_mat import mul_mat
+from pyllm.ops.rms_norm import rms_norm
+from pyllm.ops.silu_mul import silu_mul
+from pyllm.ops.take_rows import take_rows
+from pyllm.quants import FORMATS, QuantType, dequantize, row_bytes
+from pyllm.weight import Weight
+from tests.ops.lives import SIZES, check_against_float64, on_device
+
+WEIGHT_TYPES = [QuantType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")]
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def packed_rows(qtype: QuantType, rows: int, row_elements: int) -> np.ndarray:
+    """Rows of a type as a file stores them, with scales that are small finite numbers."""
+    rng = np.random.default_rng(int(qtype))
+    if qtype == QuantType.F32:
+        return rng.standard_normal((rows, row_elements), np.float32).view(np.uint8)
+    packed = rng.integers(0, 256, (rows, row_bytes(qtype, row_elements)), np.uint8)
+    values = dequantize(packed, qtype)
+    while not (np.abs(values) < 1e4).all():  # random bits make some scales huge: draw those blocks anew
+        blocks = packed.reshape(-1, FORMATS[qtype].block_bytes)
+        bad = ~(np.abs(values.reshape(len(blocks), -1)) < 1e4).all(axis=1)
+        blocks[bad] = rng.integers(0, 256, (int(bad.sum()), blocks.shape[1]), np.uint8)
+        values = dequantize(packed, qtype)
+    return packed
+
+
+def weight_on(device: Device, qtype: QuantType, rows: int, row_elements: int) -> tuple[Weight, np.ndarray]:
+    """A weight as the device holds it, and its values."""
+    packed = packed_rows(qtype, rows, row_elements)
+    array, held = device.upload_weight(packed, qtype, (rows, row_elements))
+    return Weight("test", (rows, row_elements), held, array), dequantize(packed, qtype)
+
+
+@pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=lambda qtype: qtype.name)
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_mul_mat(device: Device, qtype: QuantType, num_tokens: int) -> None:
+    weight, values = weight_on(device, qtype, 97, 512)
+    x = random((num_tokens, 512))
+    out = device.empty((num_tokens, 97), np.float32)
+    mul_mat(device, on_device(device, x), weight, out)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    plain = np.array([[np.add.reduce(row * column) for column in values] for row in x])
+    check_against_float64(device.download(out), exact, plain, floor=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_mul_mat_sizes(device: Device, size: int) -> None:
+    weight, values = weight_on(device, QuantType.F32, size, 65)
+    x = random((size, 65), 1)
+    out = device.empty((size, size), np.float32)
+    mul_mat(device, on_device(device, x), weight, out)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    check_against_float64(device.download(out), exact, (x @ values.T).astype(np.float64), floor=1e-6)
+
+
+@pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=lambda qtype: qtype.name)
+def test_get_rows_is_exact(device: Device, qtype: QuantType) -> None:
+    weight, values = weight_on(device, qtype, 33, 256)
+    ids = np.array([0, 32, 5, 5, 31], np.int32)
+    out = device.empty((5, 256), np.float32)
+    get_rows(device, weight, on_device(device, ids), out)
+    assert (device.download(out) == values[ids]).all()
+
+
+def test_packed_weights_give_what_expanded_ones_give(device: Device) -> None:
+    """A device may hold packed blocks: the reference of both ops decodes them itself."""
+    packed = packed_rows(QuantType.Q4_K, 8, 256)
+    weight = Weight("packed", (8, 256), QuantType.Q4_K, on_device(device, packed))
+    ids, x = np.array([7, 0], np.int32), random((3, 256))
+    rows, out = device.empty((2, 256), np.float32), device.empty((3, 8), np.float32)
+    get_rows(device, weight, on_device(device, ids), rows)
+    mul_mat(device, on_device(device, x), weight, out)
+    values = dequantize(packed, QuantType.Q4_K)
+    assert (device.download(rows) == values[ids]).all()
+    check_against_float64(device.download(out), x.astype(np.float64) @ values.T.astype(np.float64), x @ values.T, 1e-6)
+
+
+def test_take_rows(device: Device) -> None:
+    x, ids = random((33, 65)), np.array([32, 0, 7, 7], np.int32)
+    out = device.empty((4, 65), np.float32)
+    take_rows(device, on_device(device, x), on_device(device, ids), out)
+    assert (device.download(out) == x[ids]).all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm(device: Device, size: int, scale: float) -> None:
+    x, weight = random((3, size), 2) * np.float32(scale), random((size,), 3)
+    out = device.empty(x.shape, np.float32)
+    rms_norm(device, on_device(device, x), on_device(device, weight), 1e-5, out)
+    wide = x.astype(np.float64)
+    exact = wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-5) * weight
+    plain = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(1e-5)) * weight
+    check_against_float64(device.download(out), exact, plain)
+
+
+def test_rms_norm_adds_the_residual_first(device: Device) -> None:
+    x, delta, weight = random((5, 65), 4), random((5, 65), 5), random((65,), 6)
+    x_device, out = on_device(device, x), device.empty(x.shape, np.float32)
+    rms_norm(device, x_device, on_device(device, weight), 1e-6, out, on_device(device, delta))
+    total = x + delta
+    assert (device.download(x_device) == total).all()
+    exact = total / np.sqrt((total.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6) * weight
+    assert np.abs(device.download(out) - exact).max() < 1e-5
+
+
+def test_rms_norm_of_heads_in_place(device: Device) -> None:
+    x, weight = random((5, 3, 32), 7), random((32,), 8)
+    heads = on_device(device, x)
+    rms_norm(device, heads, on_device(device, weight), 1e-6, heads)
+    exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6) * weight
+    assert np.abs(device.download(heads) - exact).max() < 1e-5
+
+
+def test_rms_norm_of_zeros_is_zero(device: Device) -> None:
+    out = device.empty((2, 64), np.float32)
+    rms_norm(device, on_device(device, np.zeros((2, 64), np.float32)), on_device(device, random((64,))), 1e-6, out)
+    assert (device.download(out) == 0).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_silu_mul(device: Device, size: int) -> None:
+    gate, up = random((3, size), 9) * 4, random((3, size), 10)
+    out = device.empty(gate.shape, np.float32)
+    silu_mul(device, on_device(device, gate), on_device(device, up), out)
+    wide = gate.astype(np.float64)
+    exact = wide / (1 + np.exp(-wide)) * up
+    plain = gate / (1 + np.exp(-gate)) * up
+    check_against_float64(device.download(out), exact, plain)
+
+
+def test_silu_mul_at_the_ends_of_the_range(device: Device) -> None:
+    gate = np.array([[-np.float32(3e38), -200, -100, 0, 100, 3e38]], np.float32)
+    out = on_device(device, gate)
+    silu_mul(device, out, on_device(device, np.ones_like(gate)), out)
+    assert np.allclose(device.download(out), [[0, 0, 0, 0, 100, 3e38]], atol=1e-30)
+
+
+def test_add(device: Device) -> None:
+    x, y, bias = random((5, 33)), random((5, 33), 1), random((33,), 2)
+    out = device.empty(x.shape, np.float32)
+    add(device, on_device(device, x), on_device(device, y), out)
+    assert (device.download(out) == x + y).all()
+    add(device, out, on_device(device, bias), out)
+    assert (device.download(out) == x + y + bias).all()
+
+
+def test_wrong_arguments_are_named(device: Device) -> None:
+    x, out = device.empty((2, 8), np.float32), device.empty((2, 4), np.float32)
+    weight, _ = weight_on(device, QuantType.F32, 5, 8)
+    with pytest.raises(ShapeError, match=r"mul_mat: out \(for test\) has shape \(2, 4\), expected \(2, 5\)"):
+        mul_mat(device, x, weight, out)
+    with pytest.raises(ShapeError, match="rms_norm: weight is float64, expected float32"):
+        rms_norm(device, x, device.empty((8,), np.float64), 1e-6, x)
+    with pytest.raises(ShapeError, match="silu_mul: up is not C-contiguous"):
+        silu_mul(device, out, device.empty((4, 2), np.float32).T, out)
+    with pytest.raises(ShapeError, match="must not be x"):
+        rms_norm(device, x, device.empty((8,), np.float32), 1e-6, x, delta=device.empty((2, 8), np.float32))

@@ -1,0 +1,212 @@
+"""The race that this project exists for, on the host device; and what the executor promises otherwise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pyllm import faults
+from pyllm.device.host import HostDevice
+from pyllm.errors import DeviceError, UsageError
+from pyllm.executor import Segment, Step, TestHooks
+from pyllm.faults import Fault, FaultKind
+from pyllm.kv_cache import SequenceKV
+from pyllm.llm import LLM
+from tests.engine import open_engine
+from tests.refdata import model_path, reference
+
+UBATCH, NUM_UBATCHES, RING_DEPTH = 16, 8, 2
+IDS = reference("llama-a")["n300_tokens"][: UBATCH * NUM_UBATCHES].tolist()
+
+
+@pytest.fixture
+def engines() -> Iterator[list[LLM]]:
+    """Engines to be closed after the test, its gates open or not."""
+    opened: list[LLM] = []
+    yield opened
+    for llm in opened:
+        llm.close()
+
+
+def engine(engines: list[LLM], hooks: TestHooks | None = None, ring_depth: int = RING_DEPTH) -> LLM:
+    llm = open_engine(
+        model_path("llama-a-f32"),
+        ubatch_size=UBATCH,
+        ctx_size=UBATCH * NUM_UBATCHES,
+        page_size=8,
+        ring_depth=ring_depth,
+        inflight=NUM_UBATCHES,
+        hooks=hooks or TestHooks(),
+    )
+    engines.append(llm)
+    return llm
+
+
+def submit_all(llm: LLM, submitted: list[Step] | None = None) -> tuple[SequenceKV, list[Step]]:
+    """A prefill of all ubatches, one after the other; the last asks for logits."""
+    steps = submitted if submitted is not None else []
+    kv = llm._cache.new_sequence()
+    for start in range(0, len(IDS), UBATCH):
+        assert llm._cache.extend(kv, UBATCH)
+        last = start + UBATCH == len(IDS)
+        steps.append(llm._executor.submit([Segment(kv, start, IDS[start : start + UBATCH], int(last))]))
+    return kv, steps
+
+
+def stored_rows(llm: LLM, kv: SequenceKV, layer: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """K, V and whether the tag is right, for each position of a sequence."""
+    rows = llm._cache.row_ids(kv, np.arange(kv.length))
+    cache = llm._cache.layers[layer]
+    epochs = np.repeat(llm._cache.epochs(kv), llm._cache.page_size)[: kv.length]
+    k, v, tags = (llm._device.download(array) for array in (cache.k, cache.v, cache.tags))
+    return k[rows], v[rows], tags[rows] == epochs
+
+
+def misplaced(llm: LLM, kv: SequenceKV, right: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
+    """Positions at which the first layer's rows are not what they must be. (K and V of the first layer depend on token
+    and position only, so a wrong row there is a row that landed elsewhere, or never.)"""
+    k, v, _ = stored_rows(llm, kv)
+    return np.flatnonzero((k != right[0]).any(axis=1) | (v != right[1]).any(axis=1))
+
+
+def all_faults(steps: list[Step]) -> list[list[Fault]]:
+    return [step.result()[1] for step in steps]
+
+
+def guarded_run(engines: list[LLM]) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Rows of the first layer and last logits, with slots used one at a time."""
+    llm = engine(engines, ring_depth=1)
+    kv, steps = submit_all(llm)
+    results = [step.result() for step in steps]
+    assert not any(found for _, found in results)
+    return stored_rows(llm, kv), results[-1][0]
+
+
+def test_without_the_wait_rows_are_misplaced_and_every_one_is_caught(engines: list[LLM]) -> None:
+    right, _ = guarded_run(engines)
+    llm = engine(engines, TestHooks(drop_wait=True, enforce=False))
+    gate = llm._device.stream.gate()
+    kv, steps = submit_all(llm)  # nothing waits: each slot is overwritten three times before the device reads it
+    gate.open()
+    found = all_faults(steps)
+    wrong = misplaced(llm, kv, right)
+    overwritten = range(NUM_UBATCHES - RING_DEPTH)
+    assert wrong.tolist() == list(range(UBATCH * len(overwritten)))
+
+    # By the serial check: exactly the ubatches whose rows are misplaced.
+    caught = [
+        index
+        for index, faults_of_step in enumerate(found)
+        if faults_of_step[:1] and faults_of_step[0].kind == FaultKind.SERIAL
+    ]
+    assert caught == list(overwritten)
+
+    # And, independently, by the tag check: the first sound ubatch looks at all earlier rows and misses each one.
+    stale = {f.position for f in found[NUM_UBATCHES - RING_DEPTH] if f.kind == FaultKind.TAG and f.layer == 0}
+    assert stale == set(wrong.tolist())
+
+
+def test_without_the_wait_the_checks_keep_wrong_rows_out(engines: list[LLM]) -> None:
+    right, _ = guarded_run(engines)
+    llm = engine(engines, TestHooks(drop_wait=True))
+    gate = llm._device.stream.gate()
+    kv, steps = submit_all(llm)
+    gate.open()
+    found = all_faults(steps)
+    assert all(faults_of_step for faults_of_step in found)
+    k, v, tag_is_right = stored_rows(llm, kv)
+    written = np.flatnonzero(tag_is_right)
+    assert written.tolist() == list(range(UBATCH * (NUM_UBATCHES - RING_DEPTH), len(IDS)))
+    assert (k[written] == right[0][written]).all()
+    assert (v[written] == right[1][written]).all()
+
+
+def test_with_the_wait_no_row_is_misplaced(engines: list[LLM]) -> None:
+    right, right_logits = guarded_run(engines)
+    llm = engine(engines)
+    gate = llm._device.stream.gate()
+    submitted: list[Step] = []
+    result: list[SequenceKV] = []
+    thread = threading.Thread(target=lambda: result.append(submit_all(llm, submitted)[0]))
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive()  # it waits for a slot, since the device has read none
+    assert len(submitted) == RING_DEPTH
+    gate.open()
+    thread.join()
+    results = [step.result() for step in submitted]
+    assert not any(found for _, found in results)
+    assert misplaced(llm, result[0], right).size == 0
+    assert (results[-1][0] == right_logits).all()
+
+
+def test_views_of_a_slot_cannot_be_written_after_submission(engines: list[LLM]) -> None:
+    llm = engine(engines)
+    ring = llm._executor._ring
+    slot, views = ring.acquire()
+    views.token_ids[0] = 1
+    slot.seal()
+    for view in vars(views).values():
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        slot.bytes[0] = 0
+
+
+def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: list[LLM]) -> None:
+    right, right_logits = guarded_run(engines)
+    llm = engine(engines)
+    forward = llm._executor.model.forward
+
+    def broken(device: HostDevice, batch: object) -> None:
+        raise RuntimeError("in the middle of a step")
+
+    kv = llm._cache.new_sequence()
+    assert llm._cache.extend(kv, UBATCH)
+    for _ in range(2 * RING_DEPTH + 1):
+        llm._executor.model.forward = broken
+        with pytest.raises(RuntimeError, match="in the middle"):
+            llm._executor.submit([Segment(kv, 0, IDS[:UBATCH], 0)])
+    llm._executor.model.forward = forward
+    llm._cache.release(kv)
+    kv, steps = submit_all(llm)
+    results = [step.result() for step in steps]
+    assert not any(found for _, found in results)
+    assert misplaced(llm, kv, right).size == 0
+    assert (results[-1][0] == right_logits).all()
+
+
+def test_a_failing_op_stops_the_engine(engines: list[LLM]) -> None:
+    llm = engine(engines)
+
+    def broken_op() -> None:
+        raise MemoryError("no scratch")
+
+    llm._device.stream.enqueue(broken_op)
+    with pytest.raises(DeviceError, match="no scratch"):
+        submit_all(llm)[1][-1].result()
+
+
+@pytest.mark.parametrize("bad", [-1, 512, 2**40])
+def test_token_ids_out_of_range_are_refused_before_anything_is_queued(engines: list[LLM], bad: int) -> None:
+    llm = engine(engines)
+    kv = llm._cache.new_sequence()
+    assert llm._cache.extend(kv, 1)
+    with pytest.raises(UsageError, match=str(bad)):
+        llm._executor.submit([Segment(kv, 0, [bad], 1)])
+    assert llm._executor._serial == 0
+
+
+def test_a_record_counts_beyond_its_capacity() -> None:
+    record = np.zeros(faults.record_shape(), np.int32)
+    entries = np.tile(np.array([[FaultKind.TAG, 1, 2, 3, 4, 5, 6, 7]], np.int32), (100, 1))
+    faults.report(record, entries)
+    faults.report(record, entries)
+    assert faults.count(record) == 200
+    assert len(faults.entries(record)) == faults.CAPACITY
+    assert str(faults.entries(record)[-1]) == (
+        "a K/V row is not this sequence's own: sequence 1, position 5, layer 2, page 3, row 4 (expected 6, found 7)"
+    )

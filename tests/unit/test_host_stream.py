@@ -1,0 +1,92 @@
+"""The host stream: order, events, gates, and what a failure does."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyllm.device.host_stream import HostStream
+from pyllm.errors import DeviceError
+
+
+@pytest.fixture
+def stream():
+    stream = HostStream()
+    yield stream
+    stream.close()
+
+
+def test_work_runs_later_and_in_order(stream: HostStream) -> None:
+    seen: list[int] = []
+    gate = stream.gate()
+    for value in range(100):
+        stream.enqueue(lambda value=value: seen.append(value))
+    event = stream.record()
+    assert seen == []
+    assert not event.query()
+    gate.open()
+    event.synchronize()
+    assert event.query()
+    assert seen == list(range(100))
+
+
+def test_a_launch_keeps_buffers_and_snapshots_scalars(stream: HostStream) -> None:
+    buffer, scalar, seen = [0], 1, []
+    gate = stream.gate()
+    stream.enqueue(lambda scalar=scalar: seen.append((buffer[0], scalar)))
+    buffer[0], scalar = 7, 2
+    gate.open()
+    stream.synchronize()
+    assert seen == [(7, 1)]
+
+
+def test_events_inside_a_batch_complete_before_its_end(stream: HostStream) -> None:
+    with stream.batch():
+        first = stream.record()
+        gate = stream.gate()
+        last = stream.record()
+        assert not first.query()  # handed over when the block ends
+    first.synchronize()
+    assert not last.query()
+    gate.open()
+    last.synchronize()
+
+
+def test_a_batch_is_handed_over_when_its_block_raises(stream: HostStream) -> None:
+    seen: list[int] = []
+    with pytest.raises(KeyError), stream.batch():
+        stream.enqueue(lambda: seen.append(1))
+        event = stream.record()
+        raise KeyError
+    event.synchronize()
+    assert seen == [1]
+
+
+def test_the_first_failure_is_final_and_completes_all_events(stream: HostStream) -> None:
+    seen: list[int] = []
+    gate = stream.gate()
+    before = stream.record()
+
+    def broken_op() -> None:
+        raise ValueError("no such row")
+
+    stream.enqueue(broken_op)
+    stream.enqueue(lambda: seen.append(1))
+    after = stream.record()
+    gate.open()
+    before.synchronize()
+    with pytest.raises(DeviceError, match=r"broken_op.*ValueError: no such row"):
+        after.synchronize()
+    assert after.query()
+    with pytest.raises(DeviceError):
+        stream.enqueue(lambda: seen.append(2))
+    with pytest.raises(DeviceError):
+        stream.synchronize()
+    assert seen == []
+
+
+def test_close_runs_what_is_queued() -> None:
+    stream, seen = HostStream(), []
+    stream.enqueue(lambda: seen.append(1))
+    stream.close()
+    stream.close()
+    assert seen == [1]
