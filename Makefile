@@ -1,0 +1,51 @@
+# make demo   on a fresh clone: environment, installation, demo model, an answer
+# make test   on a fresh clone: environment, installation, demo model, all tests
+# make lint   ruff and mypy
+# make clean  remove the environment and all caches of this folder
+#
+# PYTHON=... chooses the interpreter for the environment. PYLLM_OFFLINE=1 skips what needs the demo model, unless it has
+# been fetched before.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/pyllm pull demo
+	$(BIN)/pyllm run demo --temp 0 "What is the capital of France?"
+
+test: $(VENV)/.installed-dev
+	test -n "$$PYLLM_OFFLINE" || $(BIN)/pyllm pull demo
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are older than setup.cfg when dependencies may have changed.
+$(VENV)/.installed: setup.cfg pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: setup.cfg pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(BIN)/pip:
+	@for python in "$(PYTHON)" python3 python3.14 python3.13 python3.12 python3.11; do \
+	    if [ -n "$$python" ] && "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "$$python -m venv $(VENV)"; \
+	        "$$python" -m venv $(VENV) && exit 0; \
+	        rm -rf $(VENV); \
+	        echo "Error: $$python cannot make a virtual environment (see above)" >&2; exit 1; \
+	    fi; \
+	done; \
+	echo "Error: pyllm needs Python 3.11 or newer; found: $$(python3 --version 2>&1). make PYTHON=/path/to/python3" >&2; \
+	exit 1

@@ -1,0 +1,114 @@
+"""Showing a generation while it runs, and summing it up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyllm.commands.console import without_controls
+
+if TYPE_CHECKING:
+    from pyllm.llm import LLM, Chunk
+
+
+@dataclass
+class Answer:
+    """What came out so far.
+
+    Attributes:
+        finish_reason: "stop", "length" or "interrupted"; None while it runs.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def collect(self, chunks: Iterable[Chunk], show: bool) -> None:
+        """Take all chunks; with `show`, write their text to stdout as it comes."""
+        is_terminal = sys.stdout.isatty()
+        try:
+            for chunk in chunks:
+                self.text += chunk.text
+                self.finish_reason = chunk.finish_reason
+                if chunk.token is not None:
+                    self.tokens.append(chunk.token)
+                if show and chunk.text:
+                    sys.stdout.write(without_controls(chunk.text) if is_terminal else chunk.text)
+                    sys.stdout.flush()
+        finally:
+            if show and self.text and not self.text.endswith("\n"):
+                sys.stdout.write("\n")
+
+
+@contextmanager
+def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
+    """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt."""
+    previous = signal.getsignal(signal.SIGINT)
+
+    def interrupt(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, previous)
+        llm.interrupt()
+
+    if previous is not signal.SIG_IGN:  # ignored: started in the background, by nohup and the like
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds, and tokens per second: the first answer token belongs to the prefill, which ends with it."""
+
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+    @classmethod
+    def of(cls, load_seconds: float, stats: Mapping[str, Any]) -> Timings:
+        """From `LLM.stats`."""
+        prefill, decode = stats["prefill_seconds"], stats["decode_seconds"]
+        return cls(
+            load_seconds,
+            prefill,
+            decode,
+            _rate(stats["prompt_tokens"], prefill),
+            _rate(stats["generated_tokens"] - 1, decode),
+        )
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 and tokens > 0 else 0.0
+
+
+def summary(stats: Mapping[str, Any], timings: Timings) -> str:
+    """One line about speed."""
+    return (
+        f"{stats['prompt_tokens']} prompt tokens, {timings.prefill_tokens_per_second:.1f} tokens/s; "
+        f"{stats['generated_tokens']} answer tokens, {timings.decode_tokens_per_second:.1f} tokens/s"
+    )
+
+
+def as_json(llm: LLM, model: str, answer: Answer, timings: Timings) -> str:
+    """One JSON object, ASCII only: every terminal and pipe can take it."""
+    stats = llm.stats
+    return json.dumps(
+        {
+            "model": model,
+            "device": llm.device_name,
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+            "usage": {"prompt_tokens": stats["prompt_tokens"], "completion_tokens": len(answer.tokens)},
+            "timings": {name: round(value, 6) for name, value in vars(timings).items()},
+            "seed": stats["seed"],
+        }
+    )

@@ -1,0 +1,65 @@
+"""What the commands share for writing to people: notes on stderr, progress bars, text that is safe to show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+_MAX_LINE = 2000
+# Control characters could move the cursor, retitle the window or worse; files and models are not to do that.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    click.echo(one_line(text), err=True)
+
+
+def warn(text: str) -> None:
+    """A line on stderr that begins with "Warning:"."""
+    note(f"Warning: {text}")
+
+
+def without_controls(text: str) -> str:
+    """The text with control characters other than newlines and tabs escaped."""
+    return text.translate(_CONTROLS)
+
+
+def one_line(text: str, limit: int = _MAX_LINE) -> str:
+    """The text as one line of printable characters, shortened to `limit`."""
+    shown = "".join(char if char.isprintable() else _escaped(char) for char in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def size_text(num_bytes: int) -> str:
+    """A size for people, in powers of 1000."""
+    size = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal, driven by calls with (bytes done, bytes in all). Gone afterwards."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=description, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

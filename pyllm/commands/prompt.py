@@ -1,0 +1,75 @@
+"""Where a prompt comes from: the argument, a file, or standard input."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from pyllm.errors import PyllmError
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+
+
+def read_prompt(argument: str | None, file: str | None) -> str:
+    """The prompt: `argument`, or the text of `file` ("-" is standard input), or that of standard input when it is not
+    a terminal. Standard input is left alone when one of the others is given.
+
+    Raises:
+        click.UsageError: there is no prompt, or two.
+        PyllmError: it cannot be read, or is not UTF-8.
+    """
+    if argument is not None and file is not None:
+        raise click.UsageError("there are two prompts: give an argument or -f, not both")
+    if argument is not None:
+        return checked_text(argument, "the prompt")
+    if file is not None and file != "-":
+        return _read_file(file)
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("there is no prompt: give it as an argument, with -f FILE, or on standard input")
+    text = _decode(sys.stdin.buffer.read(), "standard input")
+    if not text:
+        raise click.UsageError("there is no prompt: standard input is empty")
+    return text
+
+
+def _read_file(name: str) -> str:
+    try:
+        data = Path(name).read_bytes()
+    except OSError as error:
+        raise PyllmError(f"{name} cannot be read: {error.strerror}; check the path of the prompt file") from None
+    return _decode(data, name)
+
+
+def _decode(data: bytes, source: str) -> str:
+    """Text without the newline that ends a file's last line."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PyllmError(
+            f"{source} is not UTF-8 text: byte {data[error.start]:#04x} at position {error.start}; "
+            "convert it first, for example with iconv"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def checked_text(text: str, what: str) -> str:
+    """The text of an argument, which the system hands over as bytes.
+
+    Raises:
+        PyllmError: they were not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PyllmError(
+            f"{what} is not UTF-8 text at character {error.start}; check the terminal's encoding"
+        ) from None
+    return text
+
+
+def unescape(text: str) -> str:
+    r"""\n, \t and \\ as the characters they stand for; everything else stays as it is."""
+    return re.sub(r"\\[nt\\]", lambda match: _ESCAPES[match.group()], text)

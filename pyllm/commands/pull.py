@@ -1,0 +1,25 @@
+"""`pyllm pull`: fetch a known model."""
+
+from __future__ import annotations
+
+import click
+
+from pyllm import hub
+from pyllm.commands.console import note
+from pyllm.commands.models import fetch
+
+
+@click.command("pull", epilog="Known models: " + ", ".join(f"{n} ({m.title})" for n, m in hub.KNOWN_MODELS.items()))
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Fetch it even if it is there.")
+def command(name: str, force: bool) -> None:
+    """Fetch a known model into the cache folder.
+
+    Prints the path of the model file. The file's SHA-256 is checked before it is kept.
+    """
+    path = None if force else hub.find_model(name)
+    if path is not None:
+        note(f"{name} is already there; --force fetches it again")
+    else:
+        path = fetch(name, force)
+    click.echo(path)
