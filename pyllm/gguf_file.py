@@ -3,7 +3,7 @@
 A file comes from strangers. Every count, size, offset and type id is checked against the file before it is used, and
 everything wrong is a ModelFileError of one line: file, field, what was found, what to do. Opening reads the header
 only: metadata values are decoded when first asked for, tensors never. This module knows how GGUF is laid out; it does
-not know what any key or tensor means, beyond `general.architecture`, `general.alignment` and `split.*`.
+not know what any key or tensor means, beyond `general.architecture` and `general.alignment`.
 
 Layout (little endian): magic, version, counts, key-value pairs, tensor table, padding, tensor data. Source: the GGUF
 specification in ggml's docs/gguf.md.
@@ -15,24 +15,19 @@ import itertools
 import math
 import mmap
 import os
-import re
 import stat
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
+from pyllm.gguf_metadata import FETCH_AGAIN, TypedMetadata, printable
 from pyllm.quants import FORMATS, QuantType, decodable_types, row_bytes
-
-REQUIRED: Any = object()
-"""Default of the typed getters: a missing key is an error."""
-
-FETCH_AGAIN = "the download may be cut short or damaged: fetch it again"
 
 # Far above any real model (a few dozen keys, a few thousand tensors, 262k tokens and 515k merges); they bound the time
 # spent on a file made to waste it.
@@ -45,8 +40,6 @@ _MAX_NAME_BYTES = 63  # ggml keeps 64 with the terminator
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _ALIGNMENTS = (8, 1 << 24)
-_MAX_PARTS = 65535
-_PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -76,8 +69,6 @@ _OTHER_FILES = (
     (b"tjgg", "the older GGJT format: convert the model to GGUF anew"),
 )
 
-D = TypeVar("D")
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -96,12 +87,6 @@ class TensorInfo:
     nbytes: int
 
 
-def _shown(text: object, limit: int = 80) -> str:
-    """Text from a file, fit for one line of an error message."""
-    escaped = str(text).encode("unicode_escape").decode("ascii") if not str(text).isprintable() else str(text)
-    return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
-
-
 class _Cursor:
     """A position in a file's bytes that never leaves them."""
 
@@ -113,7 +98,7 @@ class _Cursor:
         self.strings = 0
 
     def fail(self, problem: str, remedy: str = FETCH_AGAIN) -> NoReturn:
-        raise ModelFileError(f"{_shown(self.path, 4096)}: {problem}; {remedy}")
+        raise ModelFileError(f"{printable(self.path, 4096)}: {problem}; {remedy}")
 
     def need(self, num_bytes: int, what: str) -> None:
         if num_bytes > self.size - self.position:
@@ -144,11 +129,11 @@ class _Cursor:
         raw = self.data[self.position : self.position + length]
         self.position += length
         if not raw or b"\0" in raw:
-            self.fail(f"{what} is {_shown(raw)}, expected text without NUL bytes")
+            self.fail(f"{what} is {printable(raw)}, expected text without NUL bytes")
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            self.fail(f"{what} is {_shown(raw)}, which is not UTF-8")
+            self.fail(f"{what} is {printable(raw)}, which is not UTF-8")
 
     def skip_value(self, value_type: int, key: str, depth: int = 0) -> None:
         """Check one metadata value and move past it."""
@@ -159,21 +144,21 @@ class _Cursor:
         elif value_type in _NUMBERS:
             self.skip_numbers(value_type, 1, key)
         else:
-            self.fail(f"{_shown(key)} has value type {value_type}, expected 0 to 12")
+            self.fail(f"{printable(key)} has value type {value_type}, expected 0 to 12")
 
     def skip_array(self, key: str, depth: int) -> None:
         if depth > _MAX_ARRAY_DEPTH:
-            self.fail(f"{_shown(key)} nests arrays more than {_MAX_ARRAY_DEPTH} deep")
-        value_type = self.number(_U32, f"the element type of {_shown(key)}")
+            self.fail(f"{printable(key)} nests arrays more than {_MAX_ARRAY_DEPTH} deep")
+        value_type = self.number(_U32, f"the element type of {printable(key)}")
         if value_type not in _MIN_VALUE_BYTES:
-            self.fail(f"{_shown(key)} is an array of value type {value_type}, expected 0 to 12")
-        count = self.count(f"the length of {_shown(key)}", _MAX_ARRAY_ITEMS, _MIN_VALUE_BYTES[value_type])
+            self.fail(f"{printable(key)} is an array of value type {value_type}, expected 0 to 12")
+        count = self.count(f"the length of {printable(key)}", _MAX_ARRAY_ITEMS, _MIN_VALUE_BYTES[value_type])
         if value_type in _NUMBERS:
             self.skip_numbers(value_type, count, key)
             return
         self.strings += count
         if self.strings > _MAX_STRINGS:
-            self.fail(f"{_shown(key)} brings the strings to {self.strings}, pyllm accepts at most {_MAX_STRINGS}")
+            self.fail(f"{printable(key)} brings the strings to {self.strings}, pyllm accepts at most {_MAX_STRINGS}")
         if value_type == _STRING:
             self.skip_strings(count, key)
             return
@@ -182,11 +167,11 @@ class _Cursor:
 
     def skip_numbers(self, value_type: int, count: int, key: str) -> None:
         num_bytes = count * _NUMBERS[value_type].itemsize
-        self.need(num_bytes, _shown(key))
+        self.need(num_bytes, printable(key))
         if value_type == _BOOL and count:
             largest = np.frombuffer(self.data, np.uint8, count, self.position).max()
             if largest > 1:
-                self.fail(f"{_shown(key)} holds the byte {largest} for a truth value, expected 0 or 1")
+                self.fail(f"{printable(key)} holds the byte {largest} for a truth value, expected 0 or 1")
         self.position += num_bytes
 
     def skip_strings(self, count: int, key: str) -> None:
@@ -194,10 +179,10 @@ class _Cursor:
         data, position, last, length_at = self.data, self.position, self.size - 8, _U64.unpack_from
         for _ in range(count):
             if position > last:
-                self.fail(f"{_shown(key)} reaches past the end of the file at byte {self.size}")
+                self.fail(f"{printable(key)} reaches past the end of the file at byte {self.size}")
             position += 8 + length_at(data, position)[0]
         if position > self.size:
-            self.fail(f"a string of {_shown(key)} reaches past the end of the file at byte {self.size}")
+            self.fail(f"a string of {printable(key)} reaches past the end of the file at byte {self.size}")
         self.position = position
 
 
@@ -255,7 +240,7 @@ class Metadata(Mapping[str, Any]):
             value_type, position = self._entries[key]
             if self._data is None:
                 raise ModelFileError(
-                    f"{_shown(self._path, 4096)}: {_shown(key)} was not read before the file was closed"
+                    f"{printable(self._path, 4096)}: {printable(key)} was not read before the file was closed"
                 )
             self._values[key] = _decode_value(self._data, value_type, position)[0]
         return self._values[key]
@@ -272,168 +257,6 @@ class Metadata(Mapping[str, Any]):
     def close(self) -> None:
         """Let go of the file. Values already decoded stay readable."""
         self._data = None
-
-
-class TypedMetadata:
-    """Getters that give a metadata value of the promised type and range, or say what is wrong.
-
-    Their arguments: `key`, the full key (see `arch_key`); `default`, returned as it is when the key is missing, unless
-    it is REQUIRED. They raise ModelFileError when the key is missing, or its value has another type, length or range.
-
-    Attributes:
-        path: of the file, for messages.
-        metadata: key-value pairs, of the types that `Metadata` gives.
-    """
-
-    path: Path
-    metadata: Mapping[str, Any]
-
-    @property
-    def architecture(self) -> str:
-        """The value of `general.architecture`, which is also the prefix of the architecture's own keys."""
-        return self.get_str("general.architecture")
-
-    def arch_key(self, suffix: str) -> str:
-        """The full key of an architecture's setting: "block_count" becomes "llama.block_count"."""
-        return f"{self.architecture}.{suffix}"
-
-    def get_int(
-        self, key: str, default: D = REQUIRED, *, minimum: int | None = None, maximum: int | None = None
-    ) -> int | D:
-        """An integer of any stored width, within [minimum, maximum]."""
-        if key not in self.metadata:
-            return self._missing(key, default, "an integer")
-        value = self.metadata[key]
-        if type(value) is not int:
-            self._refuse(key, value, "an integer")
-        self._check_range(key, value, minimum, maximum)
-        return value
-
-    def get_float(
-        self, key: str, default: D = REQUIRED, *, minimum: float | None = None, maximum: float | None = None
-    ) -> float | D:
-        """A finite number within [minimum, maximum]; integers are accepted."""
-        if key not in self.metadata:
-            return self._missing(key, default, "a number")
-        value = self.metadata[key]
-        if type(value) not in (int, float) or not math.isfinite(value):
-            self._refuse(key, value, "a finite number")
-        self._check_range(key, value, minimum, maximum)
-        return float(value)
-
-    def get_bool(self, key: str, default: D = REQUIRED) -> bool | D:
-        """A truth value; some writers store it as an integer 0 or 1."""
-        if key not in self.metadata:
-            return self._missing(key, default, "a truth value")
-        value = self.metadata[key]
-        if type(value) not in (int, bool) or value not in (0, 1):
-            self._refuse(key, value, "a truth value (true or false)")
-        return bool(value)
-
-    def get_str(self, key: str, default: D = REQUIRED) -> str | D:
-        """A string."""
-        if key not in self.metadata:
-            return self._missing(key, default, "a string")
-        value = self.metadata[key]
-        if not isinstance(value, str):
-            self._refuse(key, value, "a string")
-        return value
-
-    def get_strs(self, key: str, default: D = REQUIRED, *, length: int | None = None) -> list[str] | D:
-        """An array of strings: the list that `metadata` keeps, not to be changed."""
-        if key not in self.metadata:
-            return self._missing(key, default, "an array of strings")
-        value = self.metadata[key]
-        if isinstance(value, np.ndarray) and value.size == 0:
-            value = []  # writers give an empty array any element type
-        if not isinstance(value, list) or (value and not isinstance(value[0], str)):
-            self._refuse(key, value, "an array of strings")
-        self._check_length(key, value, length)
-        return value
-
-    def get_array(
-        self, key: str, dtype: type[np.generic], default: D = REQUIRED, *, length: int | None = None
-    ) -> np.ndarray | D:
-        """An array of numbers as `dtype` [length]. Integers and truth values go into any dtype that holds them all,
-        floats into floating dtypes only.
-        """
-        expected = f"an array of numbers that fit into {np.dtype(dtype).name}"
-        if key not in self.metadata:
-            return self._missing(key, default, expected)
-        value = self.metadata[key]
-        if isinstance(value, list) and not value:
-            value = np.empty(0, dtype)
-        if not isinstance(value, np.ndarray) or not _fits(value, np.dtype(dtype)):
-            self._refuse(key, value, expected)
-        self._check_length(key, value, length)
-        return value.astype(dtype, copy=False)
-
-    def get_ints(
-        self,
-        key: str,
-        length: int,
-        default: D = REQUIRED,
-        *,
-        minimum: int | None = None,
-        maximum: int | None = None,
-    ) -> tuple[int, ...] | D:
-        """One integer per layer: an array of `length`, or a single value that stands for all of them. Truth values
-        count as 0 and 1.
-        """
-        if key not in self.metadata:
-            return self._missing(key, default, "an integer or an array of integers")
-        value = self.metadata[key]
-        if type(value) in (int, bool):
-            values: tuple[int, ...] = (int(value),) * length
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "iub":
-            self._check_length(key, value, length)
-            values = tuple(int(item) for item in value)
-        else:
-            self._refuse(key, value, "an integer or an array of integers")
-        for item in values:
-            self._check_range(key, item, minimum, maximum)
-        return values
-
-    def _missing(self, key: str, default: D, expected: str) -> D:
-        if default is REQUIRED:
-            raise ModelFileError(
-                f"{_shown(self.path, 4096)}: {_shown(key)} is missing, expected {expected}; "
-                "the file is not a whole model: fetch or convert it again"
-            )
-        return default
-
-    def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        raise ModelFileError(
-            f"{_shown(self.path, 4096)}: {_shown(key)} is {_described(value)}, expected {expected}; "
-            "the file is damaged or was converted wrongly: fetch or convert it again"
-        )
-
-    def _check_range(self, key: str, value: float, minimum: float | None, maximum: float | None) -> None:
-        if minimum is not None and value < minimum:
-            self._refuse(key, value, f"at least {minimum}")
-        if maximum is not None and value > maximum:
-            self._refuse(key, value, f"at most {maximum}")
-
-    def _check_length(self, key: str, value: list[Any] | np.ndarray, length: int | None) -> None:
-        if length is not None and len(value) != length:
-            self._refuse(key, value, f"{length} values")
-
-
-def _described(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of {len(value)} {value.dtype.name} values"
-    if isinstance(value, list):
-        return f"an array of {len(value)} {'strings' if value and isinstance(value[0], str) else 'arrays'}"
-    return _shown(repr(value))
-
-
-def _fits(values: np.ndarray, dtype: np.dtype) -> bool:
-    if values.dtype.kind == "f" or dtype.kind == "f":
-        return dtype.kind == "f"
-    if values.size == 0 or values.dtype.kind == "b":
-        return True
-    limits = np.iinfo(dtype)
-    return limits.min <= int(values.min()) and int(values.max()) <= limits.max
 
 
 class GGUFModel(TypedMetadata, ABC):
@@ -500,9 +323,9 @@ class GGUFFile(GGUFModel):
     def tensor_data(self, name: str) -> np.ndarray:
         info = self.tensors.get(name)
         if info is None:
-            raise ModelFileError(f"{_shown(self.path, 4096)}: tensor {_shown(name)} is missing; {FETCH_AGAIN}")
+            raise ModelFileError(f"{printable(self.path, 4096)}: tensor {printable(name)} is missing; {FETCH_AGAIN}")
         if self._data is None:
-            raise ModelFileError(f"{_shown(self.path, 4096)}: closed before {_shown(name)} was read")
+            raise ModelFileError(f"{printable(self.path, 4096)}: closed before {printable(name)} was read")
         rows = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
         return rows.reshape(*info.shape[:-1], row_bytes(info.qtype, info.shape[-1]))
 
@@ -511,110 +334,8 @@ class GGUFFile(GGUFModel):
         self.metadata.close()
 
 
-class SplitGGUF(GGUFModel):
-    """A model cut into files `<prefix>-00001-of-00003.gguf` and so on. Metadata comes from the first, tensors from all.
-
-    Args:
-        paths: all parts in order.
-
-    Raises:
-        ModelFileError: as GGUFFile; a part is missing, in the wrong place, or from another model.
-    """
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.path = paths[0]
-        self._parts = [_open_part(path, index, len(paths)) for index, path in enumerate(paths)]
-        self.metadata = self._parts[0].metadata
-        self.tensors = {}
-        self._owner: dict[str, GGUFFile] = {}
-        total = self.get_int("split.tensors.count", None)
-        for part in self._parts:
-            part_total = part.get_int("split.tensors.count", total)
-            if part_total != total:
-                _foreign(part, f"is from a model of {part_total} tensors, {_shown(self.path.name)} from one of {total}")
-            for name, info in part.tensors.items():
-                if name in self._owner:
-                    _foreign(part, f"holds tensor {_shown(name)}, as {_shown(self._owner[name].path.name)} does")
-                self.tensors[name] = info
-                self._owner[name] = part
-        if total not in (None, len(self.tensors)):
-            raise ModelFileError(
-                f"{_shown(self.path, 4096)}: its model has {total} tensors, the {len(paths)} parts hold "
-                f"{len(self.tensors)}; one of them belongs to another model: fetch all parts again"
-            )
-
-    def tensor_data(self, name: str) -> np.ndarray:
-        return self._owner.get(name, self._parts[0]).tensor_data(name)
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
-
-def open_model(path: str | os.PathLike[str]) -> GGUFModel:
-    """Open a model given as its file, any file of a split model, or a folder that holds one model.
-
-    Raises:
-        ModelFileError: as GGUFFile and SplitGGUF; or the folder holds no model, or several.
-    """
-    path = Path(path)
-    if os.path.isdir(path):  # unlike Path.is_dir it never raises; the reader says what is wrong with the path
-        path = _model_in_folder(path)
-    file = GGUFFile(path)
-    count = file.get_int("split.count", 1, minimum=0, maximum=_MAX_PARTS)
-    if count <= 1:
-        return file
-    number = file.get_int("split.no", minimum=0, maximum=count - 1) + 1
-    file.close()
-    match = _PART_NAME.fullmatch(path.name)
-    if not match or (int(match["number"]), int(match["count"])) != (number, count):
-        raise ModelFileError(
-            f"{_shown(path, 4096)} is part {number} of {count}, but not named so; "
-            f"give all parts their original names (...-{number:05}-of-{count:05}.gguf)"
-        )
-    return SplitGGUF([path.with_name(f"{match['prefix']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)])
-
-
-def _model_in_folder(folder: Path) -> Path:
-    """The first file of the only model in a folder."""
-    try:
-        files = sorted(entry for entry in folder.iterdir() if entry.suffix == ".gguf")
-    except OSError as error:
-        raise ModelFileError(
-            f"{_shown(folder, 4096)} cannot be read: {error.strerror}; check its permissions"
-        ) from None
-    models: dict[str, Path] = {}
-    for file in files:
-        match = _PART_NAME.fullmatch(file.name)
-        models.setdefault(f"{match['prefix']}-of-{match['count']}" if match else file.name, file)
-    if not models:
-        raise ModelFileError(f"{_shown(folder, 4096)} is a folder without .gguf files; name a model file")
-    if len(models) > 1:
-        names = _shown(", ".join(file.name for file in models.values()), 300)
-        raise ModelFileError(f"{_shown(folder, 4096)} is a folder with {len(models)} models; name one of {names}")
-    return next(iter(models.values()))
-
-
-def _open_part(path: Path, index: int, count: int) -> GGUFFile:
-    if not os.path.exists(path):
-        raise ModelFileError(
-            f"{_shown(path, 4096)} is missing, part {index + 1} of {count}; fetch it into the same folder"
-        )
-    part = GGUFFile(path)
-    found = part.get_int("split.no") + 1, part.get_int("split.count")
-    if found != (index + 1, count):
-        _foreign(part, f"is part {found[0]} of {found[1]}, its name says {index + 1} of {count}")
-    return part
-
-
-def _foreign(part: GGUFFile, problem: str) -> NoReturn:
-    raise ModelFileError(
-        f"{_shown(part.path, 4096)} {problem}; it was renamed or belongs to another model: fetch all parts again"
-    )
-
-
 def _map_file(path: Path) -> mmap.mmap:
-    shown = _shown(path, 4096)
+    shown = printable(path, 4096)
     try:
         # Looked at before it is opened: opening a FIFO would wait for a writer.
         mode = path.stat().st_mode
@@ -630,7 +351,9 @@ def _map_file(path: Path) -> mmap.mmap:
         raise ModelFileError(f"{shown} does not exist; check the path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ModelFileError(f"{shown} cannot be read: {_shown(reason)}; check the path and its permissions") from None
+        raise ModelFileError(
+            f"{shown} cannot be read: {printable(reason)}; check the path and its permissions"
+        ) from None
 
 
 def _read_version(cursor: _Cursor) -> int:
@@ -644,7 +367,7 @@ def _read_version(cursor: _Cursor) -> int:
     version = cursor.number(_U32, "the version")
     if version in (2, 3):
         return version
-    shown = _shown(cursor.path, 4096)
+    shown = printable(cursor.path, 4096)
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
         raise UnsupportedError(f"{shown}: a big-endian GGUF file; pyllm reads little-endian ones: convert it again")
     raise UnsupportedError(f"{shown}: GGUF version {version}; pyllm reads versions 2 and 3: convert the model again")
@@ -656,8 +379,8 @@ def _read_entries(cursor: _Cursor, count: int) -> dict[str, tuple[int, int]]:
     for index in range(count):
         key = cursor.text(f"key {index}", _MAX_KEY_BYTES)
         if key in entries:
-            cursor.fail(f"key {_shown(key)} appears twice")
-        value_type = cursor.number(_U32, f"the type of {_shown(key)}")
+            cursor.fail(f"key {printable(key)} appears twice")
+        value_type = cursor.number(_U32, f"the type of {printable(key)}")
         entries[key] = (value_type, cursor.position)
         cursor.skip_value(value_type, key)
     return entries
@@ -669,16 +392,20 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
     for index in range(count):
         name = cursor.text(f"the name of tensor {index}", _MAX_NAME_BYTES)
         if name in table:
-            cursor.fail(f"tensor {_shown(name)} appears twice")
-        table[name] = _read_tensor(cursor, _shown(name))
+            cursor.fail(f"tensor {printable(name)} appears twice")
+        table[name] = _read_tensor(cursor, printable(name))
     start = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, (qtype, shape, offset) in table.items():
         nbytes = math.prod(shape[:-1]) * row_bytes(qtype, shape[-1])
         if offset % alignment:
-            cursor.fail(f"tensor {_shown(name)} starts at {offset}, expected a multiple of the alignment {alignment}")
+            cursor.fail(
+                f"tensor {printable(name)} starts at {offset}, expected a multiple of the alignment {alignment}"
+            )
         if start + offset + nbytes > cursor.size:
-            cursor.fail(f"tensor {_shown(name)} ends at byte {start + offset + nbytes}, the file at byte {cursor.size}")
+            cursor.fail(
+                f"tensor {printable(name)} ends at byte {start + offset + nbytes}, the file at byte {cursor.size}"
+            )
         tensors[name] = TensorInfo(name, qtype, shape, start + offset, nbytes)
     _check_overlap(cursor, tensors)
     return tensors
@@ -697,7 +424,7 @@ def _read_tensor(cursor: _Cursor, shown: str) -> tuple[QuantType, tuple[int, ...
         qtype = QuantType(type_id)
     except ValueError:
         raise UnsupportedError(
-            f"{_shown(cursor.path, 4096)}: tensor {shown} has type id {type_id}, which pyllm does not know; "
+            f"{printable(cursor.path, 4096)}: tensor {shown} has type id {type_id}, which pyllm does not know; "
             f"it reads {', '.join(decodable_types())}"
         ) from None
     block_size = FORMATS[qtype].block_size
@@ -710,4 +437,4 @@ def _check_overlap(cursor: _Cursor, tensors: dict[str, TensorInfo]) -> None:
     in_order = sorted(tensors.values(), key=lambda info: info.offset)
     for info, following in itertools.pairwise(in_order):
         if info.offset + info.nbytes > following.offset:
-            cursor.fail(f"tensors {_shown(info.name)} and {_shown(following.name)} overlap")
+            cursor.fail(f"tensors {printable(info.name)} and {printable(following.name)} overlap")

@@ -23,7 +23,8 @@ from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
 from pyllm.errors import DeviceError, TemplateError, UsageError
 from pyllm.executor import Executor, TestHooks
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
+from pyllm.gguf_split import open_model
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
 from pyllm.kv_types import kv_type_by_name
@@ -138,7 +139,7 @@ class LLM:
         self._stats: dict[str, Any] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
         try:
-            with GGUFFile(path) as gguf:
+            with open_model(path) as gguf:
                 self._read_texts(gguf)
                 self._build(gguf, options, progress)
         except MemoryError as error:
@@ -148,7 +149,7 @@ class LLM:
             self.close()
             raise
 
-    def _read_texts(self, gguf: GGUFFile) -> None:
+    def _read_texts(self, gguf: GGUFModel) -> None:
         self.model_path = Path(gguf.path)
         self.architecture = gguf.architecture
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata, str(gguf.path))
@@ -157,7 +158,7 @@ class LLM:
             None if source is None else ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
         )
 
-    def _build(self, gguf: GGUFFile, options: EngineOptions, progress: Progress | None) -> None:
+    def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
         model = load_model(gguf, self._device, progress)
         config = model.config

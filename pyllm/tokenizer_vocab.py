@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
-from pyllm.gguf_file import TypedMetadata
+from pyllm.gguf_metadata import TypedMetadata
 from pyllm.tokenizer_pre import DEFAULT_PRE, PRE_TOKENIZERS
 
 BPE, SPM = "gpt2", "llama"

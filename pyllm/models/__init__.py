@@ -7,7 +7,7 @@ from importlib import import_module
 
 from pyllm.device import Device
 from pyllm.errors import UnsupportedError
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
 from pyllm.models.decoder import Decoder
 
 # Architecture as in general.architecture -> module and class. Modules are imported when a file needs them.
@@ -17,7 +17,7 @@ ARCHITECTURES = {
 }
 
 
-def load_model(gguf: GGUFFile, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
+def load_model(gguf: GGUFModel, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
     """Check that pyllm and the device can run a file, then bring its weights to the device.
 
     Args:

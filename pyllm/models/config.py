@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
 
 # Far above any model; they keep a damaged file from asking for absurd amounts of memory or time.
 MAX_LAYERS = 4096
@@ -42,7 +42,7 @@ class TransformerConfig:
     vocab_size: int
 
     @classmethod
-    def from_gguf(cls, gguf: GGUFFile) -> TransformerConfig:
+    def from_gguf(cls, gguf: GGUFModel) -> TransformerConfig:
         """Read and check the shared keys.
 
         Raises:
@@ -77,7 +77,7 @@ class TransformerConfig:
         )
 
 
-def _per_layer_size(gguf: GGUFFile, key: str, num_layers: int, default: int | None) -> int:
+def _per_layer_size(gguf: GGUFModel, key: str, num_layers: int, default: int | None) -> int:
     """A size that may be stored once or per layer; layers must agree."""
     if default is not None and key not in gguf.metadata:
         return default
@@ -87,7 +87,7 @@ def _per_layer_size(gguf: GGUFFile, key: str, num_layers: int, default: int | No
     return values[0]
 
 
-def _vocab_size(gguf: GGUFFile) -> int:
+def _vocab_size(gguf: GGUFModel) -> int:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         found = "missing" if embedding is None else f"of shape {embedding.shape}"
@@ -95,7 +95,7 @@ def _vocab_size(gguf: GGUFFile) -> int:
     return embedding.shape[0]
 
 
-def refuse_keys(gguf: GGUFFile, keys: dict[str, str]) -> None:
+def refuse_keys(gguf: GGUFModel, keys: dict[str, str]) -> None:
     """Refuse a file whose integer key has a value other than 0 that pyllm would have to ignore.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from pyllm.device import Device
 from pyllm.errors import ModelFileError
 from pyllm.executor import Batch
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import TransformerConfig
 from pyllm.models.rope_scaling import RopeFrequencies, RopeScaling, read_factors, rope_frequencies
 from pyllm.models.weights import TensorSpec, Weights, load_weights
@@ -80,7 +80,7 @@ class Decoder:
         self._attention = AttentionParams(scale=config.key_length**-0.5)
 
     @classmethod
-    def load(cls, gguf: GGUFFile, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
+    def load(cls, gguf: GGUFModel, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
         """Read a file of this architecture. Errors as `pyllm.models.load_model`."""
         config = TransformerConfig.from_gguf(gguf)
         cls.check(gguf, config)
@@ -91,11 +91,11 @@ class Decoder:
     # what a file must hold
 
     @classmethod
-    def check(cls, gguf: GGUFFile, config: TransformerConfig) -> None:
+    def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:
         """Refuse files that need more than this architecture's code does."""
 
     @classmethod
-    def read_rope(cls, gguf: GGUFFile, config: TransformerConfig) -> RopeFrequencies:
+    def read_rope(cls, gguf: GGUFModel, config: TransformerConfig) -> RopeFrequencies:
         """Frequencies of the rotary embedding."""
         key = gguf.arch_key("rope.dimension_count")
         n_rot = gguf.get_int(key, config.key_length, minimum=2, maximum=config.key_length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyllm.errors import UnsupportedError
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import TransformerConfig, refuse_keys
 from pyllm.models.decoder import Decoder
 from pyllm.ops.rope import RopePairing
@@ -15,7 +15,7 @@ class Llama(Decoder):
     pairing = RopePairing.NORM
 
     @classmethod
-    def check(cls, gguf: GGUFFile, config: TransformerConfig) -> None:
+    def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:
         refuse_keys(gguf, {"expert_count": "llama models with experts (Mixtral)"})
         for name in ("ffn_gate", "ffn_up", "ffn_down"):
             if f"blk.0.{name}.bias" in gguf.tensors:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
-from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_file import GGUFModel
 from pyllm.quants import dequantize
 
 # Rotations within the original context between which YaRN goes over from plain to interpolated frequencies.
@@ -49,7 +49,7 @@ class RopeScaling:
     attention_factor: float
 
     @classmethod
-    def from_gguf(cls, gguf: GGUFFile, context_length: int) -> RopeScaling:
+    def from_gguf(cls, gguf: GGUFModel, context_length: int) -> RopeScaling:
         """Read and check the rope.scaling keys.
 
         Raises:
@@ -107,7 +107,7 @@ def _yarn_plain_share(n_rot: int, base: float, original_context: int) -> np.ndar
     return 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
 
 
-def read_factors(gguf: GGUFFile, n_rot: int) -> np.ndarray | None:
+def read_factors(gguf: GGUFModel, n_rot: int) -> np.ndarray | None:
     """The rope_freqs tensor ([n_rot / 2] float32), or None when the file has none.
 
     Raises:

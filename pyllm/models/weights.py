@@ -8,7 +8,7 @@ from typing import Any
 
 from pyllm.device import Device
 from pyllm.errors import ModelFileError, UnsupportedError
-from pyllm.gguf_file import GGUFFile, TensorInfo
+from pyllm.gguf_file import GGUFModel, TensorInfo
 from pyllm.quants import dequantize
 from pyllm.weight import Weight
 
@@ -65,7 +65,7 @@ class Weights:
 
 
 def load_weights(
-    gguf: GGUFFile,
+    gguf: GGUFModel,
     device: Device,
     specs: Iterable[TensorSpec],
     progress: Callable[[int, int], None] | None = None,
@@ -96,7 +96,7 @@ def load_weights(
     return Weights(matrices, vectors)
 
 
-def _check(gguf: GGUFFile, device: Device, spec: TensorSpec) -> TensorInfo | None:
+def _check(gguf: GGUFModel, device: Device, spec: TensorSpec) -> TensorInfo | None:
     info = gguf.tensors.get(spec.name)
     if info is None:
         if spec.optional:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pyllm.errors import ModelFileError
-from pyllm.gguf_file import GGUFFile, SplitGGUF, open_model
+from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_split import SplitGGUF, open_model
 
 sys.path.append(str(Path(__file__).parents[1]))  # for helper modules in tests/
 from gguf_maker import INT32, STRING, UINT16, UINT32, gguf, pair, small_model, tensor_row, write
