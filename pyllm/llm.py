@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
-from pyllm.errors import DeviceError, TemplateError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, TemplateError, UsageError
 from pyllm.executor import Executor, TestHooks
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
@@ -163,6 +164,11 @@ class LLM:
         model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
+        if self.tokenizer.vocab_size > model.vocab_size:
+            raise ModelFileError(
+                f"{gguf.path}: tokenizer.ggml.tokens lists {self.tokenizer.vocab_size} tokens, token_embd.weight has "
+                f"{model.vocab_size} rows; the file is damaged"
+            )
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
         self._cache = KVCache(
@@ -187,6 +193,7 @@ class LLM:
             ubatch_size,
             options.n_seqs,
             self.tokenizer.eog_ids.__contains__,
+            self.tokenizer.vocab_size,
         )
 
     # text
@@ -232,7 +239,7 @@ class LLM:
         """
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         params = params if params is not None else SamplingParams()
-        return self._stream(Request.generate(ids, params, self.vocab_size), params)
+        return self._stream(Request.generate(ids, params, self.tokenizer.vocab_size), params)
 
     def chat(
         self,
@@ -266,7 +273,7 @@ class LLM:
                 for request in requests:
                     self._scheduler.add(request)
             for request in requests:
-                self._run_until(request, lambda request=request: request.finish_reason is not None)
+                self._run_until(request, partial(_has_ended, request))
         finally:
             self._end(requests)
         return [np.concatenate(request.logits) for request in requests]
@@ -277,7 +284,7 @@ class LLM:
             with self._lock:
                 self._scheduler.add(request)
             while True:
-                self._run_until(request, lambda: request.emitted or request.finish_reason is not None)
+                self._run_until(request, lambda: request.emitted or _has_ended(request))
                 if not request.emitted:  # interrupted while it waited for a token
                     yield Chunk(text.flush(), None, request.finish_reason)
                     return
@@ -339,3 +346,7 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _has_ended(request: Request) -> bool:
+    return request.finish_reason is not None

@@ -42,6 +42,7 @@ class Scheduler:
         ubatch_size: tokens of one ubatch.
         n_seqs: sequences that run at the same time.
         is_end: tells whether a token ends a generation.
+        num_tokens: tokens that have a text; columns of the logits behind them are padding.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scheduler:
         ubatch_size: int,
         n_seqs: int,
         is_end: Callable[[int], bool],
+        num_tokens: int,
     ) -> None:
         self._executor = executor
         self._cache = cache
@@ -61,6 +63,7 @@ class Scheduler:
         self._ubatch_size = ubatch_size
         self._n_seqs = n_seqs
         self._is_end = is_end
+        self._num_tokens = num_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._in_flight: deque[QueuedStep] = deque()
@@ -244,7 +247,7 @@ class Scheduler:
             if request.num_pending == 0 and sum(map(len, request.logits)) == len(request.token_ids):
                 self._end(request, "stop")
         elif len(rows):
-            self._sample(request, rows[-1])
+            self._sample(request, rows[-1, : self._num_tokens])
 
     def _sample(self, request: Request, row: np.ndarray) -> None:
         assert request.sampler is not None and request.params is not None

@@ -133,18 +133,31 @@ class Decoder:
         yield TensorSpec(prefix + "ffn_down.weight", (c.hidden_size, c.intermediate_size))
 
     def _layer(self, index: int) -> DecoderLayer:
-        weights, prefix = self.weights, f"blk.{index}."
-        optional = {
-            name: weights.optional_vector(prefix + name.replace("_bias", ".bias"))
-            for name in ("attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias")
-        }
-        norms = {name: weights.optional_vector(f"{prefix}{name}.weight") for name in ("attn_q_norm", "attn_k_norm")}
-        vectors = {name: weights.vector(f"{prefix}{name}.weight") for name in ("attn_norm", "ffn_norm")}
-        matrices = {
-            name: weights.matrix(f"{prefix}{name}.weight")
-            for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        }
-        return DecoderLayer(**optional, **norms, **vectors, **matrices)
+        prefix = f"blk.{index}."
+
+        def matrix(name: str) -> Weight:
+            return self.weights.matrix(f"{prefix}{name}.weight")
+
+        def vector(name: str) -> Any | None:
+            return self.weights.optional_vector(prefix + name)
+
+        return DecoderLayer(
+            attn_norm=vector("attn_norm.weight"),
+            attn_q=matrix("attn_q"),
+            attn_k=matrix("attn_k"),
+            attn_v=matrix("attn_v"),
+            attn_q_bias=vector("attn_q.bias"),
+            attn_k_bias=vector("attn_k.bias"),
+            attn_v_bias=vector("attn_v.bias"),
+            attn_q_norm=vector("attn_q_norm.weight"),
+            attn_k_norm=vector("attn_k_norm.weight"),
+            attn_output=matrix("attn_output"),
+            attn_output_bias=vector("attn_output.bias"),
+            ffn_norm=vector("ffn_norm.weight"),
+            ffn_gate=matrix("ffn_gate"),
+            ffn_up=matrix("ffn_up"),
+            ffn_down=matrix("ffn_down"),
+        )
 
     # what a ubatch computes
 

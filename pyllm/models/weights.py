@@ -52,6 +52,7 @@ class Weights:
         return self._vectors[name]
 
     def optional_vector(self, name: str) -> Any | None:
+        """Like `vector`; None when the file does not have it."""
         return self._vectors.get(name)
 
     def __contains__(self, name: str) -> bool:

@@ -140,8 +140,8 @@ def _attend(
     num_kv_heads = keys.shape[1] // key_length
     group = num_heads // num_kv_heads
     # [kv_heads, group * queries, key_length] x [kv_heads, key_length, rows]: query head j uses kv head j // group
-    grouped = q.reshape(num_queries, num_kv_heads, group, key_length).transpose(1, 2, 0, 3)
-    grouped = grouped.reshape(num_kv_heads, group * num_queries, key_length)
+    by_head = q.reshape(num_queries, num_kv_heads, group, key_length).transpose(1, 2, 0, 3)
+    grouped = by_head.reshape(num_kv_heads, group * num_queries, key_length)
     scores = np.matmul(grouped, keys.reshape(-1, num_kv_heads, key_length).transpose(1, 2, 0))
     scores *= np.float32(params.scale)
     if params.softcap:
@@ -150,8 +150,8 @@ def _attend(
         np.copyto(scores.reshape(num_kv_heads, group, num_queries, -1), -np.inf, where=hidden)
     weights = _softmax(scores)
     mixed = np.matmul(weights, values.reshape(values.shape[0], num_kv_heads, -1).transpose(1, 0, 2))
-    mixed = mixed.reshape(num_kv_heads, group, num_queries, -1).transpose(2, 0, 1, 3)
-    return mixed.reshape(num_queries, num_heads, -1)
+    by_query = mixed.reshape(num_kv_heads, group, num_queries, -1).transpose(2, 0, 1, 3)
+    return by_query.reshape(num_queries, num_heads, -1)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
