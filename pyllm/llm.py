@@ -154,6 +154,12 @@ class LLM:
         self.model_path = Path(gguf.path)
         self.architecture = gguf.architecture
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata, str(gguf.path))
+        embedding = gguf.tensors.get("token_embd.weight")
+        if embedding is not None and embedding.shape[0] < self.tokenizer.vocab_size:
+            raise ModelFileError(
+                f"{gguf.path}: tokenizer.ggml.tokens lists {self.tokenizer.vocab_size} tokens, token_embd.weight has "
+                f"{embedding.shape[0]} rows; the file is damaged"
+            )
         source = gguf.get_str("tokenizer.chat_template", None)
         self.template = (
             None if source is None else ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
@@ -164,11 +170,6 @@ class LLM:
         model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
-        if self.tokenizer.vocab_size > model.vocab_size:
-            raise ModelFileError(
-                f"{gguf.path}: tokenizer.ggml.tokens lists {self.tokenizer.vocab_size} tokens, token_embd.weight has "
-                f"{model.vocab_size} rows; the file is damaged"
-            )
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
         self._cache = KVCache(
