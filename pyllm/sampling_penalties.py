@@ -73,14 +73,14 @@ def _repeat_limit(context: np.ndarray, breakers: frozenset[int], most: int) -> i
 
 
 def _repeat_lengths(context: np.ndarray, limit: int) -> np.ndarray:
-    """For each position but the last, how many tokens up to it equal the last ones of the context: [n - 1] integer."""
+    """For each position but the last: how many tokens up to it equal the context's last ones. [n - 1] integer."""
     lengths = np.zeros(max(len(context) - 1, 0), np.int64)
     # All places of the last token, then those of them that match one token more, and so on.
     ends = np.flatnonzero(context[:-1] == context[-1])
     for length in range(1, limit + 1):
         lengths[ends] = length
         ends = ends[ends >= length]
-        ends = ends[context[ends - length] == context[-1 - length]]
         if not len(ends):
             break
+        ends = ends[context[ends - length] == context[-1 - length]]
     return lengths

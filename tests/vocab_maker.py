@@ -14,9 +14,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _PIECES = (
     "Hello", " world", "  ", " ", "\n", "\r\n", "\t", "12", "345", "'s", "DON'T", "é", "e\u0301", "ß", "ı", "straße",
-    "Привет", "мир", "你好", "世界。", "こんにちは", "カタカナ", "한국어", "สวัสดี", "नमस्ते", "שלום", "مرحبا", "🚀", "👩‍👩‍👧‍👦",
-    "🇩🇪", "\u200b", "\u3000", "\xa0", "\ufeff", "\x00", "\x07", "\x1b[0m", "\x7f", "\u2028", "\ufffd", "𠀀", "\U0010ffff",
-    "<|im_start|>", "<|im_end|>", "<|im_", "<s>", "</s>", "<0x0A>", "<think>", "{{ x }}", "{% y %}", "…", "—", "a", "Z",
+    "Привет", "мир", "你好", "世界。", "こんにちは", "カタカナ", "한국어", "สวัสดี", "नमस्ते", "שלום", "مرحبا", "🚀",
+    "👩‍👩‍👧‍👦", "🇩🇪", "\u200b", "\u3000", "\xa0", "\ufeff", "\x00", "\x07", "\x1b[0m", "\x7f", "\u2028", "\ufffd", "𠀀",
+    "\U0010ffff", "<|im_start|>",
+    "<|im_end|>", "<|im_", "<s>", "</s>", "<0x0A>", "<think>", "{{ x }}", "{% y %}", "…", "—", "a",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def bpe_metadata(
     specials: tuple[tuple[str, int], ...] = (("<s>", CONTROL), ("<|im_end|>", CONTROL), ("<think>", USER_DEFINED)),
     **overrides: Any,
 ) -> dict[str, Any]:
-    """All 256 bytes, the results of the merges of `pairs`, then the special tokens; overrides by the last part of the key."""
+    """All 256 bytes, the merged `pairs`, then the special tokens. Overrides go by the last part of the key."""
     tokens = [CHAR_OF_BYTE[byte] for byte in range(256)] + [pair.replace(" ", "") for pair in pairs]
     types = [NORMAL] * len(tokens) + [token_type for _, token_type in specials]
     tokens += [text for text, _ in specials]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
@@ -62,9 +63,7 @@ def merge_plainly(word: str, scores: dict[str, float]) -> list[str]:
     """Again and again the best pair of neighbours, the leftmost of equals."""
     symbols = list(word)
     while True:
-        pairs = [
-            (-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in scores
-        ]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
         if not pairs:
             return symbols
         _, i = min(pairs)
