@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jinja2
 
 from pyllm.errors import ModelFileError, TemplateError, UsageError
+from pyllm.gguf_metadata import printable
 from pyllm.template_sandbox import ChatEnvironment, LimitError, Limits
 
 _log = logging.getLogger(__name__)
@@ -247,5 +248,5 @@ def _line(error: BaseException) -> str:
 
 
 def _one_line(message: object) -> str:
-    text = " ".join(str(message).split())
-    return text if len(text) <= 300 else text[:297] + "..."
+    """A stranger's message, fit for a terminal."""
+    return printable(" ".join(str(message).split()), 300)

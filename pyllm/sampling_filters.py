@@ -21,7 +21,8 @@ class Candidates:
 
     def weights(self, temperature: float = 1.0) -> np.ndarray:
         """[n] float64 in (0, 1]: probabilities relative to that of the best candidate."""
-        return np.exp((self.logits - self.logits.max()) / temperature)
+        with np.errstate(over="ignore"):  # a tiny temperature: -inf, which becomes 0
+            return np.exp((self.logits - self.logits.max()) / temperature)
 
     def probabilities(self) -> np.ndarray:
         """[n] float64, sum 1."""

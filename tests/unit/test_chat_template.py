@@ -115,6 +115,7 @@ def test_tool_arguments_that_are_no_object_stay_as_they_are() -> None:
             "{{ raise_exception('Roles must\nalternate') }}",
             "the chat template refuses these messages: Roles must alternate",
         ),
+        ("{{ raise_exception('\x1b[31mred') }}", "the chat template refuses these messages: \\x1b[31mred"),
         ("{% include 'x' %}", "chat template, line 1: no loader"),
         ("{{ " + "(" * 2000 + ")" * 2000 + " }}", "the chat template cannot be compiled"),
         ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "the chat template cannot be compiled: too many statically"),

@@ -88,6 +88,7 @@ def test_temperature_zero_takes_the_first_of_the_best() -> None:
     for settings in (SamplingParams(temperature=0), params(top_k=1), params(top_p=0.0), params(min_p=1.0)):
         assert seen(settings, row(1, 5, 2, 4.5), 20) == {1}
     assert seen(SamplingParams(temperature=0), row(1, 5, 5), 5) == {1}
+    assert seen(params(temperature=1e-320), row(1, 5, 4.999), 20) == {1}
     assert seen(params(top_k=1), row(5, 1, 5), 20) == {0}
 
 
