@@ -13,11 +13,11 @@ PYTHON ?=
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/pyllm pull demo
+	$(BIN)/pyllm pull demo > /dev/null
 	$(BIN)/pyllm run demo --temp 0 "What is the capital of France?"
 
 test: $(VENV)/.installed-dev
-	test -n "$$PYLLM_OFFLINE" || $(BIN)/pyllm pull demo
+	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-dev
@@ -39,13 +39,13 @@ $(VENV)/.installed-dev: setup.cfg pyproject.toml | $(BIN)/pip
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/pip:
-	@for python in "$(PYTHON)" python3 python3.14 python3.13 python3.12 python3.11; do \
-	    if [ -n "$$python" ] && "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	@for python in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        echo "$$python -m venv $(VENV)"; \
 	        "$$python" -m venv $(VENV) && exit 0; \
 	        rm -rf $(VENV); \
 	        echo "Error: $$python cannot make a virtual environment (see above)" >&2; exit 1; \
 	    fi; \
 	done; \
-	echo "Error: pyllm needs Python 3.11 or newer; found: $$(python3 --version 2>&1). make PYTHON=/path/to/python3" >&2; \
+	echo "Error: pyllm needs Python 3.11 or newer; found $$("$(or $(PYTHON),python3)" --version 2>&1); try make PYTHON=/path/to/python3" >&2; \
 	exit 1

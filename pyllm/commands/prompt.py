@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -56,18 +57,16 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def checked_text(text: str, what: str) -> str:
-    """The text of an argument, which the system hands over as bytes.
+    """The text of an argument. The system hands it over as bytes; those that are none of the locale's characters are
+    surrogates by now, and are taken for UTF-8.
 
     Raises:
-        PyllmError: they were not UTF-8.
+        PyllmError: they are not UTF-8 either.
     """
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PyllmError(
-            f"{what} is not UTF-8 text at character {error.start}; check the terminal's encoding"
-        ) from None
-    return text
+        return os.fsencode(text).decode() if any("\udc80" <= char <= "\udcff" for char in text) else text
+    except UnicodeDecodeError as error:
+        raise PyllmError(f"{what} is not UTF-8 text at byte {error.start}; check the terminal's encoding") from None
 
 
 def unescape(text: str) -> str:

@@ -132,6 +132,7 @@ def run(options: RunOptions) -> int:
         load_seconds = time.perf_counter() - started
         answer = Answer()
         with ctrl_c_ends_generation(llm):
+            _introduce(llm, options)
             answer.collect(_chunks(llm, prompt, params, options), show=not options.json)
         timings = Timings.of(load_seconds, llm.stats)
         if options.json:
@@ -144,11 +145,13 @@ def _open(path: Path, options: RunOptions) -> LLM:
     from pyllm.llm import LLM
 
     with progress_bar("loading") as progress:
-        llm = LLM(path, progress=progress, **options.engine_options())
+        return LLM(path, progress=progress, **options.engine_options())
+
+
+def _introduce(llm: LLM, options: RunOptions) -> None:
     note(f"Device: {llm.device_name}")
     if options.ctx_size is not None and llm.ctx_size < options.ctx_size:
         warn(f"the model was trained for {llm.ctx_size} tokens; -c {options.ctx_size} is cut down to that")
-    return llm
 
 
 def _chunks(llm: LLM, prompt: str, params: SamplingParams, options: RunOptions) -> Iterator[Chunk]:

@@ -1,0 +1,72 @@
+"""An engine that answers at once and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from pyllm.llm import Chunk
+from pyllm.sampling import SamplingParams
+
+
+class FakeLLM:
+    """Stands for `pyllm.llm.LLM`. Class attributes are set by tests.
+
+    Attributes:
+        opened: the engine that a command made last.
+        call: ("chat", messages) or ("generate", ids).
+    """
+
+    opened: ClassVar[FakeLLM]
+    chunks: ClassVar[Sequence[Chunk]] = (Chunk("Hel", 1), Chunk("", 2), Chunk("lo", 3, "stop"))
+    template: ClassVar[object | None] = object()
+    trained_for: ClassVar[int] = 8192
+    during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
+    device_name = "cpu"
+
+    def __init__(self, path: object, progress: Callable[[int, int], None] | None = None, **options: Any) -> None:
+        FakeLLM.opened = self
+        self.model_path = path
+        self.options = options
+        self.ctx_size = min(options.get("ctx_size", 4096), self.trained_for)
+        self.interrupted = False
+        self.closed = False
+        self.call: tuple[str, Any] | None = None
+        self.params: SamplingParams | None = None
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[Any]:
+        return [text, add_special, parse_special]
+
+    def chat(self, messages: Any, params: SamplingParams) -> Iterator[Chunk]:
+        return self._answer(("chat", messages), params)
+
+    def generate(self, ids: Any, params: SamplingParams) -> Iterator[Chunk]:
+        return self._answer(("generate", ids), params)
+
+    def _answer(self, call: tuple[str, Any], params: SamplingParams) -> Iterator[Chunk]:
+        self.call, self.params = call, params
+        for chunk in self.chunks:
+            type(self).during()
+            if self.interrupted:
+                yield Chunk("", None, "interrupted")
+                return
+            yield chunk
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": 10,
+            "generated_tokens": 3,
+            "prefill_seconds": 0.5,
+            "decode_seconds": 0.25,
+            "seed": 42 if self.params is None or self.params.seed is None else self.params.seed,
+        }
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.closed = True

@@ -1,0 +1,34 @@
+"""What all tests share: poisoned memory, and the demo model for those that are marked with `demo_model`."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pyllm import hub
+
+# Fresh and freed buffers hold NaN patterns, in this process and those that tests start.
+os.environ["PYLLM_POISON"] = "1"
+
+
+@cache
+def _demo_model() -> Path | None:
+    """The demo model, fetched if need be; None without it and without a network."""
+    offline = os.environ.get("PYLLM_OFFLINE", "0") not in ("", "0")
+    return hub.find_model("demo") if offline else hub.pull("demo")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("demo_model") and _demo_model() is None:
+        pytest.skip("the demo model is not here, and PYLLM_OFFLINE forbids fetching it")
+
+
+@pytest.fixture
+def demo_model() -> Path:
+    """The demo model's file; for tests marked with `demo_model`."""
+    path = _demo_model()
+    assert path is not None
+    return path
