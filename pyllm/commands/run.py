@@ -180,6 +180,6 @@ def _report(llm: LLM, answer: Answer, timings: Timings, options: RunOptions) -> 
     elif answer.finish_reason == "length":
         note(f"Cut off: the context of {llm.ctx_size} tokens (-c) is full")
     line = summary(stats, timings)
-    if options.seed is None and options.temperature != 0:
+    if options.seed is None and options.temperature != 0 and answer.tokens:
         line += f"; --seed {stats['seed']} repeats this answer"
     note(line)

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllm.commands import main
+from pyllm.commands.answer import Timings, summary
 from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
 from pyllm.kv_types import KV_TYPES
@@ -269,3 +270,10 @@ def test_known_model_is_fetched_first(fake: pytest.MonkeyPatch, tmp_path: Path) 
     assert FakeLLM.opened.model_path == tmp_path / "fetched.gguf"
     assert result.stdout == "Hello\n"
     assert result.stderr.startswith("Fetching demo: SmolLM2-135M-Instruct (Apache-2.0), 92.9 MB")
+
+
+def test_speeds_that_were_not_measured_are_left_out() -> None:
+    stats = {"prompt_tokens": 10, "generated_tokens": 0, "prefill_seconds": 1.0, "decode_seconds": 0.0}
+    assert summary(stats, Timings.of(0.0, stats)) == "10 prompt tokens; 0 answer tokens"
+    stats["generated_tokens"] = 1
+    assert summary(stats, Timings.of(0.0, stats)) == "10 prompt tokens, 10.0 tokens/s; 1 answer token"

