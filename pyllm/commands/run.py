@@ -80,7 +80,7 @@ def _given(options: RunOptions, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-_SIZE = click.IntRange(1, 2**30 - 1)
+_SIZE = click.IntRange(1)
 
 
 @click.command("run")
