@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
-from pyllm.errors import DeviceError, ModelFileError, TemplateError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, UsageError
 from pyllm.executor import Executor, TestHooks
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
@@ -31,12 +31,14 @@ from pyllm.kv_cache import KVCache
 from pyllm.kv_types import kv_type_by_name
 from pyllm.models import load_model
 from pyllm.request import Request
-from pyllm.sampling import SamplingParams
+from pyllm.sampling import Sampler, SamplingParams, breaker_ids
 from pyllm.scheduler import Scheduler
 from pyllm.text_stream import TextStream
 from pyllm.tokenizer import Tokenizer
 
 PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
+
+MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
 Progress = Callable[[int, int], None]
 
@@ -66,7 +68,7 @@ class EngineOptions:
     ubatch_size: int = 512
     kv_type: str = "f16"
     n_seqs: int = 1
-    inflight: int = 4
+    inflight: int | None = None
     page_size: int = PAGE_SIZE
     ring_depth: int | None = None
     page_order: Sequence[int] | None = None
@@ -75,8 +77,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 1 << 30:
-                raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if value is None and name == "inflight":
+                continue
+            if type(value) is not int or not 1 <= value <= MAX_OPTION:
+                raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
 
 
 class LLM:
@@ -94,11 +98,11 @@ class LLM:
         kv_type: storage of K and V rows, "f16", "f32" or "bf16".
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
-        inflight: ubatches queued ahead of the device.
+        inflight: ubatches queued ahead of the device; default: what suits the device.
 
     Attributes:
-        tokenizer, template: of the file; the template is None when the file has none.
-        model_path, architecture, ctx_size.
+        tokenizer: of the file.
+        model_path, architecture, ctx_size, vocab_size.
 
     Raises:
         ModelFileError: the file is missing or damaged.
@@ -117,7 +121,7 @@ class LLM:
         kv_type: str = "f16",
         n_seqs: int = 1,
         *,
-        inflight: int = 4,
+        inflight: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight)
@@ -138,6 +142,7 @@ class LLM:
         self._lock = threading.RLock()
         self._device = device
         self._stats: dict[str, Any] = {}
+        self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
         try:
             with open_model(path) as gguf:
@@ -160,10 +165,8 @@ class LLM:
                 f"{gguf.path}: tokenizer.ggml.tokens lists {self.tokenizer.vocab_size} tokens, token_embd.weight has "
                 f"{embedding.shape[0]} rows; the file is damaged"
             )
-        source = gguf.get_str("tokenizer.chat_template", None)
-        self.template = (
-            None if source is None else ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
-        )
+        prefix = "tokenizer.chat_template"
+        self._templates = {key: value for key, value in gguf.metadata.items() if key.startswith(prefix)}
 
     def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
@@ -184,8 +187,9 @@ class LLM:
         )
         ubatch_size = min(options.ubatch_size, self.ctx_size * options.n_seqs)
         layout = InputLayout(ubatch_size, options.n_seqs, max_pages)
-        ring_depth = options.ring_depth or options.inflight
-        self._executor = Executor(self._device, model, self._cache, layout, ring_depth, options.inflight, options.hooks)
+        inflight = options.inflight or self._device.default_inflight
+        ring_depth = options.ring_depth or inflight
+        self._executor = Executor(self._device, model, self._cache, layout, ring_depth, inflight, options.hooks)
         self._scheduler = Scheduler(
             self._executor,
             self._cache,
@@ -210,17 +214,27 @@ class LLM:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **template_args: Any
     ) -> str:
-        """The file's chat template, rendered.
+        """The chat template, rendered.
 
         Raises:
-            TemplateError: the file has no template, or it refuses the messages.
+            TemplateError: the template is malformed, or refuses the messages.
         """
-        return self._template().render(messages, add_generation_prompt=add_generation_prompt, **template_args)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_args)
 
-    def _template(self) -> ChatTemplate:
-        if self.template is None:
-            raise TemplateError(f"{self.model_path} has no chat template; use generate, or --raw on the command line")
-        return self.template
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The file's chat template; when it has none, with a logged warning, a common one that suits its vocabulary.
+
+        Raises:
+            TemplateError: the file's template is malformed.
+        """
+        return ChatTemplate.from_metadata(
+            self._templates,
+            str(self.model_path),
+            self.tokenizer.bos_token,
+            self.tokenizer.eos_token,
+            special_tokens=self.tokenizer.control_texts(),
+        )
 
     # generation
 
@@ -240,7 +254,8 @@ class LLM:
         """
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         params = params if params is not None else SamplingParams()
-        return self._stream(Request.generate(ids, params, self.tokenizer.vocab_size), params)
+        sampler = Sampler(params, self.tokenizer.vocab_size, self._dry_breakers(params))
+        return self._stream(Request(ids, len(ids), params, sampler), params)
 
     def chat(
         self,
@@ -258,9 +273,18 @@ class LLM:
             As `generate`.
 
         Raises:
-            TemplateError: the file has no template, or it refuses the messages.
+            TemplateError: the template is malformed, or refuses the messages.
         """
-        return self.generate(encode_chat(self.tokenizer, self._template(), messages, **template_args), params)
+        return self.generate(encode_chat(self.tokenizer, self.template, messages, **template_args), params)
+
+    def _dry_breakers(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens at which a repetition ends, for the DRY penalty; looked up once for each set of breakers."""
+        if not params.dry_multiplier:
+            return frozenset()
+        key = tuple(params.dry_sequence_breakers)
+        if key not in self._breakers:
+            self._breakers[key] = breaker_ids(self.tokenizer, key)
+        return self._breakers[key]
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Logits of every position of a fresh sequence: float32 [len(ids), vocab_size]."""
@@ -268,7 +292,7 @@ class LLM:
 
     def logits_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Like `logits` for several sequences, which run side by side."""
-        requests = [Request.all_logits([int(token) for token in ids]) for ids in sequences]
+        requests = [_logits_request(ids) for ids in sequences]
         try:
             with self._lock:
                 for request in requests:
@@ -347,6 +371,10 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _logits_request(ids: Sequence[int]) -> Request:
+    return Request([int(token) for token in ids], len(ids))
 
 
 def _has_ended(request: Request) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +20,7 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated.
         num_prompt: tokens of the prompt.
-        params: how to sample.
-        sampler: draws the tokens; None when the logits of every position are wanted instead.
+        params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
         kv: its K/V rows; None while it waits. `kv.length` tokens are submitted.
         emitted: generated tokens that the caller has not taken yet.
         logits: logits of every position, in pieces, when there is no sampler.
@@ -32,9 +30,9 @@ class Request:
     """
 
     token_ids: list[int]
-    params: SamplingParams | None
-    sampler: Sampler | None
     num_prompt: int
+    params: SamplingParams | None = None
+    sampler: Sampler | None = None
     kv: SequenceKV | None = None
     emitted: deque[int] = field(default_factory=deque)
     logits: list[np.ndarray] = field(default_factory=list)
@@ -43,16 +41,6 @@ class Request:
     started_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
-
-    @classmethod
-    def generate(cls, prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> Request:
-        """A request for generated tokens."""
-        return cls(list(prompt), params, Sampler(params, vocab_size), len(prompt))
-
-    @classmethod
-    def all_logits(cls, prompt: Sequence[int]) -> Request:
-        """A request for the logits of every position."""
-        return cls(list(prompt), None, None, len(prompt))
 
     @property
     def num_pending(self) -> int:

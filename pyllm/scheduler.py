@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -286,7 +287,8 @@ class Scheduler:
     def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
         request.finish(reason, error)
         if request.kv is not None:
-            self._cache.release(request.kv)
+            with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
+                self._cache.release(request.kv)
             request.kv = None
         if request in self._running:
             self._running.remove(request)

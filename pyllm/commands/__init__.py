@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 from importlib import import_module
@@ -20,7 +21,7 @@ from typing import Any
 import click
 
 from pyllm import __version__
-from pyllm.commands.console import one_line
+from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
 COMMANDS = ("inspect", "pull", "run")
@@ -48,6 +49,7 @@ class _Commands(click.Group):
         return import_module(f"pyllm.commands.{cmd_name}").command if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: click.Context) -> Any:
+        logging.getLogger("pyllm").addHandler(_Warnings())
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -58,6 +60,13 @@ class _Commands(click.Group):
             if _is_closed_pipe(error) or os.environ.get("PYLLM_DEBUG", "0") not in ("", "0"):
                 raise  # a reader that has seen enough (`| head`): click ends quietly
             raise _failure(error) from None
+
+
+class _Warnings(logging.Handler):
+    """What the engine logs becomes lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(record.getMessage())
 
 
 def _is_closed_pipe(error: Exception) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from pyllm.chat_template import ChatTemplate
 from pyllm.device.host import HostDevice
 from pyllm.errors import PyllmError
 from pyllm.gguf_file import GGUFModel
-from pyllm.models import load_model
+from pyllm.models import check_model
 from pyllm.tokenizer import Tokenizer
 
 
@@ -104,31 +103,12 @@ def plain(value: Any, shown: int = 4) -> Any:
     return value
 
 
-class _AllChecked(Exception):
-    """Every check of a model file has passed."""
-
-
-class _NoMemory(HostDevice):
-    """The CPU, but without room for a single weight: loading makes all its checks first, and ends here."""
-
-    def upload(self, array: np.ndarray) -> NoReturn:
-        raise _AllChecked
-
-    def upload_weight(self, data: np.ndarray, qtype: Any, shape: Any) -> NoReturn:
-        raise _AllChecked
-
-
 def why_not(gguf: GGUFModel) -> str | None:
     """Why pyllm cannot run the model; None when it can. Makes the checks that loading makes, and reads no weights."""
-    device = _NoMemory()
+    device = HostDevice()
     try:
         Tokenizer.from_metadata(gguf.metadata, str(gguf.path))
-        template = gguf.get_str("tokenizer.chat_template", None)
-        if template is not None:
-            ChatTemplate(template)
-        load_model(gguf, device)
-    except _AllChecked:
-        return None
+        check_model(gguf, device)
     except PyllmError as error:
         return str(error).removeprefix(f"{gguf.path}: ")
     finally:

@@ -15,7 +15,6 @@ from pyllm.commands.answer import Answer, Timings, as_json, ctrl_c_ends_generati
 from pyllm.commands.console import note, progress_bar, warn
 from pyllm.commands.models import local_model
 from pyllm.commands.prompt import checked_text, read_prompt, unescape
-from pyllm.errors import TemplateError
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
@@ -155,14 +154,8 @@ def _introduce(llm: LLM, options: RunOptions) -> None:
 
 
 def _chunks(llm: LLM, prompt: str, params: SamplingParams, options: RunOptions) -> Iterator[Chunk]:
-    if not options.raw and llm.template is not None:
-        return llm.chat(_messages(prompt, options.system), params)
-    if options.system is not None:
-        raise TemplateError(
-            f"{llm.model_path} has no chat template, which --system needs; put its text into the prompt"
-        )
     if not options.raw:
-        warn("the model has no chat template: the prompt is continued as it is, as with --raw")
+        return llm.chat(_messages(prompt, options.system), params)
     return llm.generate(llm.tokenize(prompt, parse_special=options.parse_special), params)
 
 

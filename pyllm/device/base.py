@@ -58,10 +58,12 @@ class Device(ABC):
     Attributes:
         name: "cpu", "gpu" or "emulated"; what error messages call it.
         weight_types: block types that `upload_weight` accepts.
+        default_inflight: ubatches to queue ahead: enough to keep the device busy, few enough to stop soon.
         poison: fresh and freed memory is filled with NaN patterns (test runs).
     """
 
     name: str
+    default_inflight: int
     poison: bool
     weight_types: frozenset[QuantType]
 

@@ -29,6 +29,7 @@ class HostDevice(Device):
     """
 
     name = "cpu"
+    default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
 
     def __init__(self, poison: bool | None = None) -> None:
         if poison is None:

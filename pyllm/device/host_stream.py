@@ -68,6 +68,7 @@ class HostStream:
         self._gathering: list[Work | HostEvent] | None = None
         self._error: BaseException | None = None
         self.before_work: Work | None = None
+        self._gates: list[Gate] = []
         self._worker = threading.Thread(target=self._run, name="pyllm-host-stream", daemon=True)
         self._worker.start()
 
@@ -103,6 +104,7 @@ class HostStream:
     def gate(self) -> Gate:
         """Test hook: queue a gate that holds all later work back."""
         gate = Gate()
+        self._gates.append(gate)
         self.enqueue(gate.wait)
         return gate
 
@@ -111,7 +113,14 @@ class HostStream:
         self.record().synchronize()
 
     def close(self) -> None:
-        """Run what is queued, then end the worker."""
+        """End the worker after the piece of work that it is at; the rest is dropped, and its events complete.
+
+        Gates are opened, so that a failing test ends too.
+        """
+        if self._error is None:
+            self._error = DeviceError("the device is closed")
+        for gate in self._gates:
+            gate.open()
         if self._worker.is_alive():
             self._queue.put(None)
             self._worker.join()
@@ -146,6 +155,8 @@ def _describe(work: Work) -> str:
 
 
 def _failure(error: BaseException) -> DeviceError:
+    if isinstance(error, DeviceError):
+        return DeviceError(str(error))
     where = " ".join(getattr(error, "__notes__", []))
     failure = DeviceError(f"the host stream stopped {where}: {type(error).__name__}: {error}")
     failure.__cause__ = error

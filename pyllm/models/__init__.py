@@ -27,11 +27,19 @@ def load_model(gguf: GGUFModel, device: Device, progress: Callable[[int, int], N
         UnsupportedError: the architecture, a setting or a block type is not supported. Raised before weights are read.
         ModelFileError: keys or tensors are missing or do not fit together; likewise.
     """
+    return _model_class(gguf).load(gguf, device, progress)
+
+
+def check_model(gguf: GGUFModel, device: Device) -> None:
+    """Make the checks of `load_model`, with its errors, and read no weights."""
+    _model_class(gguf).prepare(gguf, device)
+
+
+def _model_class(gguf: GGUFModel) -> type[Decoder]:
     name = gguf.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedError(
             f"{gguf.path}: general.architecture is {name!r}; pyllm runs {', '.join(sorted(ARCHITECTURES))}"
         )
     module, class_name = ARCHITECTURES[name]
-    model_class: type[Decoder] = getattr(import_module(module), class_name)
-    return model_class.load(gguf, device, progress)
+    return getattr(import_module(module), class_name)

@@ -22,7 +22,7 @@ from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import TransformerConfig
 from pyllm.models.rope_scaling import RopeFrequencies, RopeScaling, read_factors, rope_frequencies
-from pyllm.models.weights import TensorSpec, Weights, load_weights
+from pyllm.models.weights import Tensors, TensorSpec, Weights, check_tensors, upload_weights
 from pyllm.ops.add import add
 from pyllm.ops.flash_attention import AttentionParams, flash_attention
 from pyllm.ops.get_rows import get_rows
@@ -82,11 +82,15 @@ class Decoder:
     @classmethod
     def load(cls, gguf: GGUFModel, device: Device, progress: Callable[[int, int], None] | None = None) -> Decoder:
         """Read a file of this architecture. Errors as `pyllm.models.load_model`."""
+        config, rope, tensors = cls.prepare(gguf, device)
+        return cls(config, rope, upload_weights(gguf, device, tensors, progress), device)
+
+    @classmethod
+    def prepare(cls, gguf: GGUFModel, device: Device) -> tuple[TransformerConfig, RopeFrequencies, Tensors]:
+        """Make all checks of a file; read no weights."""
         config = TransformerConfig.from_gguf(gguf)
         cls.check(gguf, config)
-        rope = cls.read_rope(gguf, config)
-        weights = load_weights(gguf, device, cls.specs(config), progress)
-        return cls(config, rope, weights, device)
+        return config, cls.read_rope(gguf, config), check_tensors(gguf, device, cls.specs(config))
 
     # what a file must hold
 

@@ -65,26 +65,33 @@ class Weights:
         return int(sum(array.nbytes for array in arrays))
 
 
-def load_weights(
-    gguf: GGUFModel,
-    device: Device,
-    specs: Iterable[TensorSpec],
-    progress: Callable[[int, int], None] | None = None,
+Tensors = list[tuple[TensorSpec, TensorInfo]]
+
+
+def check_tensors(gguf: GGUFModel, device: Device, specs: Iterable[TensorSpec]) -> Tensors:
+    """Find the tensors of a model in its file.
+
+    Raises:
+        ModelFileError: a tensor is missing or has another shape.
+        UnsupportedError: a block type that the device cannot hold.
+    """
+    return [(spec, info) for spec in specs if (info := _check(gguf, device, spec)) is not None]
+
+
+def upload_weights(
+    gguf: GGUFModel, device: Device, tensors: Tensors, progress: Callable[[int, int], None] | None = None
 ) -> Weights:
-    """Check all tensors, then upload them.
+    """Bring checked tensors to the device.
 
     Args:
         progress: called with (bytes read, bytes in all) after each tensor.
 
     Raises:
-        ModelFileError: a tensor is missing or has another shape.
-        UnsupportedError: a block type that the device cannot hold.
         MemoryError: the device is full.
     """
-    wanted = [(spec, info) for spec in specs if (info := _check(gguf, device, spec)) is not None]
-    total, done = sum(info.nbytes for _, info in wanted), 0
+    total, done = sum(info.nbytes for _, info in tensors), 0
     matrices, vectors = {}, {}
-    for spec, info in wanted:
+    for spec, info in tensors:
         data = gguf.tensor_data(spec.name)
         if spec.is_vector:
             vectors[spec.name] = device.upload(dequantize(data, info.qtype))

@@ -19,7 +19,6 @@ class FakeLLM:
 
     opened: ClassVar[FakeLLM]
     chunks: ClassVar[Sequence[Chunk]] = (Chunk("Hel", 1), Chunk("", 2), Chunk("lo", 3, "stop"))
-    template: ClassVar[object | None] = object()
     trained_for: ClassVar[int] = 8192
     during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
     device_name = "cpu"

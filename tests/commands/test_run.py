@@ -135,16 +135,6 @@ def test_raw_prompts(run: Run) -> None:
     assert FakeLLM.opened.call == ("generate", ["Hi", True, True])
 
 
-def test_model_without_template(run: Run, fake: pytest.MonkeyPatch) -> None:
-    fake.setattr(FakeLLM, "template", None)
-    result = run("Hi")
-    assert FakeLLM.opened.call == ("generate", ["Hi", True, False])
-    assert "Warning: the model has no chat template" in result.stderr
-    assert "Warning" not in run("Hi", "--raw").stderr
-    refused = run("Hi", "--system", "Be brief.")
-    assert refused.exit_code == 1 and "--system" in refused.stderr
-
-
 @pytest.mark.parametrize("option", [["--parse-special"], ["--raw", "--system", "x"], ["-n", "0"], ["-c", "0"]])
 def test_options_that_make_no_sense(run: Run, option: list[str]) -> None:
     assert run("Hi", *option).exit_code == 2

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests import edited_model
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "refdata" / "models" / "llama-a-f32.gguf"
 SECONDS = 60
@@ -62,6 +64,22 @@ def test_ascii_terminal_gets_question_marks() -> None:
     plain, ascii_only = pyllm(*options), pyllm(*options, env=environment)
     assert ascii_only.returncode == 0 and ascii_only.stdout.isascii()
     assert "".join(c if c.isascii() else "?" for c in plain.stdout) == ascii_only.stdout
+
+
+def test_model_without_template_gets_a_common_one_with_a_warning(tmp_path: Path) -> None:
+    bare = edited_model.write(MODEL, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    result = pyllm(bare, "--temp", "0", "-n", "3", "Hello")
+    assert result.returncode == 0
+    assert "Warning: " in result.stderr and "has no chat template" in result.stderr
+    assert "Warning" not in pyllm(bare, "--raw", "--temp", "0", "-n", "3", "Hello").stderr
+
+
+def test_malformed_template_stops_a_chat_but_not_raw_prompts(tmp_path: Path) -> None:
+    broken = edited_model.write(MODEL, tmp_path / "broken.gguf", {"tokenizer.chat_template": "{% for m in %}"})
+    refused = pyllm(broken, "--temp", "0", "-n", "3", "Hello")
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert "Error: " in refused.stderr and "line 1" in refused.stderr and "Traceback" not in refused.stderr
+    assert pyllm(broken, "--raw", "--temp", "0", "-n", "3", "Hello").returncode == 0
 
 
 def test_damaged_files(tmp_path: Path) -> None:

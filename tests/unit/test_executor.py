@@ -11,7 +11,7 @@ import pytest
 from pyllm import faults
 from pyllm.device.host import HostDevice
 from pyllm.errors import DeviceError, UsageError
-from pyllm.executor import Segment, Step, TestHooks
+from pyllm.executor import Batch, Segment, Step, TestHooks
 from pyllm.faults import Fault, FaultKind
 from pyllm.kv_cache import SequenceKV
 from pyllm.llm import LLM
@@ -154,6 +154,39 @@ def test_views_of_a_slot_cannot_be_written_after_submission(engines: list[LLM]) 
             view[...] = 0
     with pytest.raises(ValueError, match="read-only"):
         slot.bytes[0] = 0
+
+
+def test_a_slot_is_free_once_it_is_copied_however_long_the_ubatch_runs(engines: list[LLM]) -> None:
+    llm = engine(engines, ring_depth=1)
+    forward, gates = llm._executor.model.forward, []
+
+    def held(device: HostDevice, batch: Batch) -> object:
+        gates.append(device.stream.gate())  # behind copy_inputs and its event, before the model's ops
+        return forward(device, batch)
+
+    llm._executor.model.forward = held
+    kv = llm._cache.new_sequence()
+    steps = []
+    for start in (0, UBATCH):  # the second would block if the slot were held until the first ubatch is done
+        assert llm._cache.extend(kv, UBATCH)
+        steps.append(llm._executor.submit([Segment(kv, start, IDS[start : start + UBATCH], 0)]))
+    assert not steps[0].done.query()
+    for gate in gates:
+        gate.open()
+    assert not any(all_faults(steps))
+
+
+def test_a_slot_without_its_event_comes_back_only_after_a_synchronisation(engines: list[LLM]) -> None:
+    llm = engine(engines, ring_depth=1)
+    ring = llm._executor._ring
+    ring.acquire()  # and its submission broke off before an event was recorded
+    gate, acquired = llm._device.stream.gate(), threading.Event()
+    thread = threading.Thread(target=lambda: (ring.acquire(), acquired.set()))
+    thread.start()
+    assert not acquired.wait(timeout=0.2)
+    gate.open()
+    thread.join()
+    assert acquired.is_set()
 
 
 def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: list[LLM]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from pyllm.device.host_stream import HostStream
+from pyllm.device.host_stream import Gate, HostStream
 from pyllm.errors import DeviceError
 
 
@@ -84,9 +86,19 @@ def test_the_first_failure_is_final_and_completes_all_events(stream: HostStream)
     assert seen == []
 
 
-def test_close_runs_what_is_queued() -> None:
-    stream, seen = HostStream(), []
-    stream.enqueue(lambda: seen.append(1))
+def test_close_ends_the_work_in_hand_and_drops_the_rest() -> None:
+    stream, seen, started = HostStream(), [], threading.Event()
+    gate = Gate()
+    stream.enqueue(lambda: (started.set(), gate.wait(), seen.append(1)))
+    stream.enqueue(lambda: seen.append(2))
+    event = stream.record()
+    started.wait()
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    gate.open()
+    closing.join()
     stream.close()
-    stream.close()
-    assert seen == [1]
+    assert seen in ([1], [1, 2])  # the gate opened before or after close had marked the stream
+    with pytest.raises(DeviceError, match="closed"):
+        stream.enqueue(lambda: seen.append(3))
+    assert event.query()

@@ -162,6 +162,17 @@ def test_rows_that_were_not_read_clean_are_not_shared(world: World) -> None:
     assert world.cache.fork(kv, 4).pages == kv.pages[:1]
 
 
+def test_a_quarantined_page_in_use_is_not_handed_out_when_it_is_given_back(world: World) -> None:
+    world.start()
+    oracle = world.live[0]
+    world.append(oracle, 4)
+    page = oracle.kv.pages[0]
+    world.cache.quarantine(page)
+    world.release(oracle)
+    assert page not in world.cache._free
+    assert world.cache.num_free_pages == NUM_PAGES - 1
+
+
 def test_a_fresh_page_has_a_fresh_epoch(world: World) -> None:
     world.start()
     oracle = world.live[0]

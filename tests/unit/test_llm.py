@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyllm import LLM, SamplingParams
-from pyllm.errors import DeviceError, ModelFileError, TemplateError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, UsageError
 from tests.engine import greedy, tokens
 from tests.refdata import model_path, reference
 
@@ -83,9 +83,6 @@ def test_chat_equals_generating_from_the_rendered_template() -> None:
         assert tokens(llm.chat(messages, greedy(8))) != tokens(llm.chat(plain, greedy(8)))
         with pytest.raises(UsageError, match="role"):
             llm.chat([{"content": "no role"}])
-        llm.template = None
-        with pytest.raises(TemplateError, match="--raw"):
-            llm.chat(plain)
 
 
 def test_stats_tell_about_the_last_request() -> None:
