@@ -52,11 +52,15 @@ class Chunk:
         token: its id; None only for text that was held back when the generation was interrupted.
         finish_reason: None, or on the last chunk why it is the last: "stop" (end token or stop string), "length"
             (max_tokens or a full context), "interrupted".
+        logprob: natural logarithm of the token's probability before any filter; with SamplingParams(logprobs=...).
+        top_logprobs: (token, logprob) of the likeliest tokens, best first; likewise.
     """
 
     text: str
     token: int | None
     finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,14 +317,14 @@ class LLM:
                 if not request.emitted:  # interrupted while it waited for a token
                     yield Chunk(text.flush(), None, request.finish_reason)
                     return
-                token = request.emitted.popleft()
-                shown = text.push(token)
+                sampled = request.emitted.popleft()
+                shown = text.push(sampled.token)
                 reason = "stop" if text.stopped else self._last_reason(request)
                 if reason and not text.stopped:
                     shown += text.flush()
                 if text.stopped:
                     self._end([request], "stop")
-                yield Chunk(shown, token, reason)
+                yield Chunk(shown, sampled.token, reason, sampled.logprob, sampled.top_logprobs)
                 if reason:
                     return
         finally:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyllm.errors import PyllmError
 from pyllm.kv_cache import SequenceKV
-from pyllm.sampling import Sampler, SamplingParams
+from pyllm.sampling import Sampled, Sampler, SamplingParams
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Request:
     params: SamplingParams | None = None
     sampler: Sampler | None = None
     kv: SequenceKV | None = None
-    emitted: deque[int] = field(default_factory=deque)
+    emitted: deque[Sampled] = field(default_factory=deque)
     logits: list[np.ndarray] = field(default_factory=list)
     finish_reason: str | None = None
     error: PyllmError | None = None

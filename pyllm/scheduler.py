@@ -253,16 +253,16 @@ class Scheduler:
     def _sample(self, request: Request, row: np.ndarray) -> None:
         assert request.sampler is not None and request.params is not None
         try:
-            token = request.sampler.sample(row, request.token_ids).token
+            sampled = request.sampler.sample(row, request.token_ids)
         except PyllmError as error:
             self._end(request, "error", error)
             return
         if not request.num_generated:
             request.first_token_at = time.perf_counter()
-        request.token_ids.append(token)
-        request.emitted.append(token)
+        request.token_ids.append(sampled.token)
+        request.emitted.append(sampled)
         limit = request.params.max_tokens
-        if self._is_end(token) and not request.params.ignore_eos:
+        if self._is_end(sampled.token) and not request.params.ignore_eos:
             self._end(request, "stop")
         elif len(request.token_ids) >= self._ctx_size or (limit is not None and request.num_generated >= limit):
             self._end(request, "length")
