@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyllm.commands.console import without_controls
+from pyllm.commands.console import note, warn, without_controls
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
@@ -21,11 +22,13 @@ class Answer:
     """What came out so far.
 
     Attributes:
+        logprobs: of each token, as `Chunk` has them: its own, and those of the likeliest.
         finish_reason: "stop", "length" or "interrupted"; None while it runs.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[float | None, tuple[tuple[int, float], ...]]] = field(default_factory=list)
     finish_reason: str | None = None
 
     def collect(self, chunks: Iterable[Chunk], show: bool) -> None:
@@ -37,12 +40,31 @@ class Answer:
                 self.finish_reason = chunk.finish_reason
                 if chunk.token is not None:
                     self.tokens.append(chunk.token)
+                    self.logprobs.append((chunk.logprob, chunk.top_logprobs))
                 if show and chunk.text:
                     sys.stdout.write(without_controls(chunk.text) if is_terminal else chunk.text)
                     sys.stdout.flush()
         finally:
             if show and self.text and not self.text.endswith("\n"):
                 sys.stdout.write("\n")
+
+
+def introduce(llm: LLM, ctx_size: int | None) -> None:
+    """Tell which device was taken, and whether the wanted context was."""
+    note(f"Device: {llm.device_name}")
+    if ctx_size is not None and llm.ctx_size < ctx_size:
+        warn(f"the model was trained for {llm.ctx_size} tokens; -c {ctx_size} is cut down to that")
+
+
+def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
+    """Why an answer ended before the model ended it; None when it did not."""
+    if answer.finish_reason == "interrupted":
+        return "Interrupted"
+    if answer.finish_reason != "length":
+        return None
+    if len(answer.tokens) == max_tokens:
+        return f"Cut off after -n {max_tokens} tokens"
+    return f"Cut off: the context of {llm.ctx_size} tokens (-c) is full"
 
 
 @contextmanager
@@ -103,15 +125,27 @@ def _speed(tokens: int, kind: str, rate: float) -> str:
 def as_json(llm: LLM, model: str, answer: Answer, timings: Timings) -> str:
     """One JSON object, ASCII only: every terminal and pipe can take it."""
     stats = llm.stats
-    return json.dumps(
-        {
-            "model": model,
-            "device": llm.device_name,
-            "text": answer.text,
-            "tokens": answer.tokens,
-            "finish_reason": answer.finish_reason,
-            "usage": {"prompt_tokens": stats["prompt_tokens"], "completion_tokens": len(answer.tokens)},
-            "timings": {name: round(value, 6) for name, value in vars(timings).items()},
-            "seed": stats["seed"],
-        }
-    )
+    shown = {
+        "model": model,
+        "device": llm.device_name,
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "finish_reason": answer.finish_reason,
+        "usage": {"prompt_tokens": stats["prompt_tokens"], "completion_tokens": len(answer.tokens)},
+        "timings": {name: round(value, 6) for name, value in vars(timings).items()},
+        "seed": stats["seed"],
+    }
+    if any(logprob is not None for logprob, _ in answer.logprobs):
+        pairs = zip(answer.tokens, answer.logprobs, strict=True)
+        shown["logprobs"] = [
+            {**_token(llm, token, logprob), "top": [_token(llm, *likely) for likely in top]}
+            for token, (logprob, top) in pairs
+        ]
+    return json.dumps(shown)
+
+
+def _token(llm: LLM, token: int, logprob: float | None) -> dict[str, Any]:
+    """JSON has no infinities: null stands for a probability of 0."""
+    finite = logprob is not None and math.isfinite(logprob)
+    text = llm.tokenizer.decode([token], continues=True)
+    return {"token": token, "text": text, "logprob": logprob if finite else None}

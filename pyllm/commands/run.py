@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pyllm.commands import INTERRUPTED
-from pyllm.commands.answer import Answer, Timings, as_json, ctrl_c_ends_generation, summary
-from pyllm.commands.console import note, progress_bar, warn
+from pyllm.commands.answer import Answer, Timings, as_json, ctrl_c_ends_generation, introduce, summary, why_cut_off
+from pyllm.commands.console import note
 from pyllm.commands.models import local_model
-from pyllm.commands.prompt import checked_text, read_prompt, unescape
+from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
+from pyllm.commands.prompt import checked_text, read_prompt
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
@@ -23,28 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The command line. None stands for the engine's own default."""
+    """The command line."""
 
     model: str
     prompt: str | None
     file: str | None
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    stop: tuple[str, ...]
     system: str | None
     raw: bool
     parse_special: bool
-    ctx_size: int | None
-    batch_size: int | None
-    ubatch_size: int | None
-    kv_type: str | None
-    device: str
-    ignore_eos: bool
     json: bool
+    logprobs: int | None
+    sampling: SamplingOptions
+    engine: EngineOptions
 
     def check(self) -> None:
         """Refuse combinations that make no sense.
@@ -56,55 +46,23 @@ class RunOptions:
             raise click.UsageError("--parse-special needs --raw: in a chat, special tokens are the template's alone")
         if self.system is not None and self.raw:
             raise click.UsageError("--system has no place without the chat template; leave out --raw")
-
-    def sampling_params(self) -> SamplingParams:
-        """How to sample.
-
-        Raises:
-            UsageError: a value is out of range.
-        """
-        from pyllm.sampling import SamplingParams
-
-        given = _given(self, "temperature", "top_k", "top_p", "min_p", "seed")
-        stop = tuple(unescape(checked_text(text, "--stop")) for text in self.stop)
-        return SamplingParams(max_tokens=self.max_tokens, stop=stop, ignore_eos=self.ignore_eos, **given)
-
-    def engine_options(self) -> dict[str, Any]:
-        """Arguments of `LLM`."""
-        return {"device": self.device, **_given(self, "ctx_size", "batch_size", "ubatch_size", "kv_type")}
-
-
-def _given(options: RunOptions, *names: str) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-_SIZE = click.IntRange(1)
+        if self.logprobs is not None and not self.json:
+            raise click.UsageError("--logprobs needs --json, where they are shown")
 
 
 @click.command("run")
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is standard input.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Stop after so many tokens. [default: no limit]")
-@click.option("--temp", "temperature", type=float, help="0 always takes the likeliest token. [default: 0.8]")
-@click.option("--top-k", type=int, help="Choose among the K likeliest tokens; 0: off. [default: 40]")
-@click.option(
-    "--top-p", type=float, help="... among the likeliest with this total probability; 1: off. [default: 0.95]"
-)
-@click.option("--min-p", type=float, help="... among those so likely relative to the best; 0: off. [default: 0.05]")
-@click.option("--seed", type=int, help="The same seed gives the same answer. [default: a new one, shown at the end]")
-@click.option("--stop", multiple=True, help=r"End before this text; \n, \t and \\ are understood. May be repeated.")
 @click.option("--system", metavar="TEXT", help="System message, put before the prompt by the chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--parse-special", is_flag=True, help="With --raw: texts such as <|im_end|> become special tokens.")
-@click.option("-c", "--ctx-size", type=_SIZE, help="Tokens that prompt and answer may have together. [default: 4096]")
-@click.option("-b", "--batch-size", type=_SIZE, help="Tokens queued on the device at once. [default: 2048]")
-@click.option("-ub", "--ubatch-size", type=_SIZE, help="Tokens computed together. [default: 512]")
-@click.option("--kv-type", type=click.Choice(["f32", "f16", "bf16"]), help="Storage of keys and values. [default: f16]")
-@click.option("--device", type=click.Choice(["auto", "gpu", "cpu"]), default="auto", show_default=True)
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model has ended its answer.")
 @click.option("--json", is_flag=True, help="Print one JSON object when the answer is complete.")
+@click.option(
+    "--logprobs", metavar="N", type=SIZE, help="With --json: log-probabilities of each token and of the N likeliest."
+)
+@engine_options("Tokens that prompt and answer may have together. [default: 4096]")
+@sampling_options
 def command(**values: Any) -> None:
     """Answer PROMPT with MODEL: the path of a GGUF file, or a known name such as demo.
 
@@ -116,7 +74,8 @@ def command(**values: Any) -> None:
     git diff | pyllm run model.gguf --system "Write a commit message."
     pyllm run model.gguf --raw -n 50 "Once upon a time"
     """
-    status = run(RunOptions(**values))
+    sampling, engine = taken(SamplingOptions, values), taken(EngineOptions, values)
+    status = run(RunOptions(**values, sampling=sampling, engine=engine))
     click.get_current_context().exit(status)
 
 
@@ -124,33 +83,20 @@ def run(options: RunOptions) -> int:
     """Answer one prompt; returns the exit status."""
     options.check()
     prompt = read_prompt(options.prompt, options.file)
-    params = options.sampling_params()
+    params = options.sampling.params(logprobs=options.logprobs or 0)
     path = local_model(options.model)
     started = time.perf_counter()
-    with _open(path, options) as llm:
+    with options.engine.open(path) as llm:
         load_seconds = time.perf_counter() - started
         answer = Answer()
         with ctrl_c_ends_generation(llm):
-            _introduce(llm, options)
+            introduce(llm, options.engine.ctx_size)
             answer.collect(_chunks(llm, prompt, params, options), show=not options.json)
         timings = Timings.of(load_seconds, llm.stats)
         if options.json:
             click.echo(as_json(llm, options.model, answer, timings))
         _report(llm, answer, timings, options)
     return INTERRUPTED if answer.finish_reason == "interrupted" else 0
-
-
-def _open(path: Path, options: RunOptions) -> LLM:
-    from pyllm.llm import LLM
-
-    with progress_bar("loading") as progress:
-        return LLM(path, progress=progress, **options.engine_options())
-
-
-def _introduce(llm: LLM, options: RunOptions) -> None:
-    note(f"Device: {llm.device_name}")
-    if options.ctx_size is not None and llm.ctx_size < options.ctx_size:
-        warn(f"the model was trained for {llm.ctx_size} tokens; -c {options.ctx_size} is cut down to that")
 
 
 def _chunks(llm: LLM, prompt: str, params: SamplingParams, options: RunOptions) -> Iterator[Chunk]:
@@ -165,14 +111,10 @@ def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _report(llm: LLM, answer: Answer, timings: Timings, options: RunOptions) -> None:
+    if reason := why_cut_off(llm, answer, options.sampling.max_tokens):
+        note(reason)
     stats = llm.stats
-    if answer.finish_reason == "interrupted":
-        note("Interrupted")
-    elif answer.finish_reason == "length" and len(answer.tokens) == options.max_tokens:
-        note(f"Cut off after -n {options.max_tokens} tokens")
-    elif answer.finish_reason == "length":
-        note(f"Cut off: the context of {llm.ctx_size} tokens (-c) is full")
     line = summary(stats, timings)
-    if options.seed is None and options.temperature != 0 and answer.tokens:
+    if options.sampling.seed is None and options.sampling.temperature != 0 and answer.tokens:
         line += f"; --seed {stats['seed']} repeats this answer"
     note(line)

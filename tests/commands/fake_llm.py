@@ -22,6 +22,7 @@ class FakeLLM:
     trained_for: ClassVar[int] = 8192
     during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
     device_name = "cpu"
+    template = None
 
     def __init__(self, path: object, progress: Callable[[int, int], None] | None = None, **options: Any) -> None:
         FakeLLM.opened = self
@@ -31,10 +32,14 @@ class FakeLLM:
         self.interrupted = False
         self.closed = False
         self.call: tuple[str, Any] | None = None
+        self.tokenizer = self
         self.params: SamplingParams | None = None
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[Any]:
         return [text, add_special, parse_special]
+
+    def decode(self, ids: Sequence[int], continues: bool = False) -> str:
+        return "".join(f"<{token}>" for token in ids)
 
     def chat(self, messages: Any, params: SamplingParams) -> Iterator[Chunk]:
         return self._answer(("chat", messages), params)

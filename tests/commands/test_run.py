@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from pyllm.commands import main
+from pyllm.commands import main, options
 from pyllm.commands.answer import Timings, summary
 from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
@@ -73,7 +73,8 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
         if isinstance(option, click.Option) and (match := re.search(r"\[default: ([\w.]+)\]", option.help or ""))
     }
     assert told == {name: str(defaults[name]) for name in told}
-    assert set(told) == {"temperature", "top_k", "top_p", "min_p", "ctx_size", "batch_size", "ubatch_size", "kv_type"}
+    names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
+    assert set(told) == names - {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "device"}
 
 
 def test_choices_are_those_of_the_engine() -> None:
@@ -82,22 +83,8 @@ def test_choices_are_those_of_the_engine() -> None:
 
 
 def test_sampling_options(run: Run) -> None:
-    options = [
-        "-n",
-        "5",
-        "--temp",
-        "0.5",
-        "--top-k",
-        "3",
-        "--top-p",
-        "0.9",
-        "--min-p",
-        "0.1",
-        "--seed",
-        "7",
-        "--ignore-eos",
-    ]
-    assert run("Hi", *options, "--stop", "a", "--stop", r"b\n\t\\n\x").exit_code == 0
+    line = "-n 5 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 7 --ignore-eos"
+    assert run("Hi", *line.split(), "--stop", "a", "--stop", r"b\n\t\\n\x").exit_code == 0
     assert FakeLLM.opened.params == SamplingParams(
         max_tokens=5,
         temperature=0.5,
@@ -108,6 +95,36 @@ def test_sampling_options(run: Run) -> None:
         ignore_eos=True,
         stop=("a", "b\n\t\\n\\x"),
     )
+
+
+def test_penalties_and_further_filters(run: Run) -> None:
+    line = (
+        "--repeat-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --repeat-last-n 40 --typical-p 0.9 "
+        "--top-n-sigma 1.5 --dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --xtc-probability 0.5 "
+        "--xtc-threshold 0.2 --logit-bias 42=-1.5 --logit-bias 7=-inf --logit-bias 42=2"
+    )
+    assert run("Hi", *line.split()).exit_code == 0
+    assert FakeLLM.opened.params == SamplingParams(
+        max_tokens=None,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=0.3,
+        penalty_last_n=40,
+        typical_p=0.9,
+        top_n_sigma=1.5,
+        dry_multiplier=0.8,
+        dry_base=2,
+        dry_allowed_length=3,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        logit_bias={42: 2.0, 7: float("-inf")},
+    )
+
+
+@pytest.mark.parametrize("bias", ["42", "x=1", "42=", "42=nan", "=1", "-1=1", "42=inf"])
+def test_logit_biases_that_are_none(run: Run, bias: str) -> None:
+    result = run("Hi", f"--logit-bias={bias}")
+    assert result.exit_code == 2 and "Error: " in result.stderr and "Traceback" not in result.stderr
 
 
 def test_engine_options(run: Run) -> None:
@@ -135,7 +152,9 @@ def test_raw_prompts(run: Run) -> None:
     assert FakeLLM.opened.call == ("generate", ["Hi", True, True])
 
 
-@pytest.mark.parametrize("option", [["--parse-special"], ["--raw", "--system", "x"], ["-n", "0"], ["-c", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--parse-special"], ["--raw", "--system", "x"], ["--logprobs", "2"], ["-n", "0"], ["-c", "0"]]
+)
 def test_options_that_make_no_sense(run: Run, option: list[str]) -> None:
     assert run("Hi", *option).exit_code == 2
 
@@ -205,6 +224,28 @@ def test_json(run: Run, model: str) -> None:
         "usage": {"prompt_tokens": 10, "completion_tokens": 3},
         "seed": 42,
     }
+
+
+def test_json_with_logprobs(run: Run, fake: pytest.MonkeyPatch) -> None:
+    never = float("-inf")
+    chunks = (Chunk("a", 1, None, -0.5, ((1, -0.5), (2, -1.0))), Chunk("", 2, "stop", -0.0, ((2, 0.0), (1, never))))
+    fake.setattr(FakeLLM, "chunks", chunks)
+    shown = json.loads(run("Hi", "--json", "--logprobs", "2").stdout)
+    assert FakeLLM.opened.params is not None and FakeLLM.opened.params.logprobs == 2
+    assert shown["logprobs"] == [
+        {
+            "token": 1,
+            "text": "<1>",
+            "logprob": -0.5,
+            "top": [{"token": 1, "text": "<1>", "logprob": -0.5}, {"token": 2, "text": "<2>", "logprob": -1.0}],
+        },
+        {
+            "token": 2,
+            "text": "<2>",
+            "logprob": 0.0,
+            "top": [{"token": 2, "text": "<2>", "logprob": 0.0}, {"token": 1, "text": "<1>", "logprob": None}],
+        },
+    ]
 
 
 def test_seed_is_told_when_it_was_drawn(run: Run) -> None:
