@@ -1,4 +1,4 @@
-"""Where a prompt comes from: the argument, a file, or standard input."""
+"""Where a text comes from: the argument, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ from pyllm.errors import PyllmError
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
 
-def read_prompt(argument: str | None, file: str | None) -> str:
+def read_prompt(argument: str | None, file: str | None, what: str = "prompt") -> str:
     """The prompt: `argument`, or the text of `file` ("-" is standard input), or that of standard input when it is not
     a terminal. Standard input is left alone when one of the others is given.
+
+    Args:
+        what: the text is for, in messages.
 
     Raises:
         click.UsageError: there is no prompt, or two.
         PyllmError: it cannot be read, or is not UTF-8.
     """
     if argument is not None and file is not None:
-        raise click.UsageError("there are two prompts: give an argument or -f, not both")
+        raise click.UsageError(f"there are two {what}s: give an argument or -f, not both")
     if argument is not None:
-        return checked_text(argument, "the prompt")
+        return checked_text(argument, f"the {what}")
     if file is not None and file != "-":
-        return _read_file(file)
+        return read_file(file, what)
     if sys.stdin is None or (file is None and sys.stdin.isatty()):
-        raise click.UsageError("there is no prompt: give it as an argument, with -f FILE, or on standard input")
-    text = _decode(sys.stdin.buffer.read(), "standard input")
+        raise click.UsageError(f"there is no {what}: give it as an argument, with -f FILE, or on standard input")
+    text = read_stdin()
     if not text:
-        raise click.UsageError("there is no prompt: standard input is empty")
+        raise click.UsageError(f"there is no {what}: standard input is empty")
     return text
 
 
-def _read_file(name: str) -> str:
+def read_file(name: str, what: str) -> str:
+    """The text of a file, without the newline that ends its last line."""
     try:
         data = Path(name).read_bytes()
     except OSError as error:
-        raise PyllmError(f"{name} cannot be read: {error.strerror}; check the path of the prompt file") from None
+        raise PyllmError(f"{name} cannot be read: {error.strerror}; check the path of the {what} file") from None
     return _decode(data, name)
 
 
+def read_stdin() -> str:
+    """All of standard input, likewise; "" when it is closed."""
+    return _decode(sys.stdin.buffer.read(), "standard input") if sys.stdin is not None else ""
+
+
 def _decode(data: bytes, source: str) -> str:
-    """Text without the newline that ends a file's last line."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
