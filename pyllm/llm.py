@@ -307,6 +307,25 @@ class LLM:
             self._end(requests)
         return [np.concatenate(request.logits) for request in requests]
 
+    def stream_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """Like `logits`, in pieces: [consecutive positions, vocab_size] as they come, and none of them kept here.
+
+        Ends early when it is interrupted.
+        """
+        request = _logits_request(ids)
+        taken = 0
+        try:
+            with self._lock:
+                self._scheduler.add(request)
+            while taken < len(request.token_ids):
+                self._run_until(request, lambda: request.num_logits > taken or _has_ended(request))
+                if request.num_logits <= taken:
+                    return
+                yield (rows := request.take_logits(taken))
+                taken += len(rows)
+        finally:
+            self._end([request])
+
     def _stream(self, request: Request, params: SamplingParams) -> Iterator[Chunk]:
         text = TextStream(self.tokenizer, params.stop)
         try:
@@ -354,6 +373,11 @@ class LLM:
     def interrupt(self) -> None:
         """End all generations soon. Safe in a signal handler."""
         self._scheduler.interrupt()
+
+    def forget_interrupt(self) -> None:
+        """Drop an interrupt that met no generation, so that it does not end the next one."""
+        with self._lock:
+            self._scheduler.step()
 
     @property
     def stats(self) -> Mapping[str, Any]:

@@ -51,6 +51,21 @@ class Request:
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
+    @property
+    def num_logits(self) -> int:
+        """Positions of which the logits have come."""
+        return sum(map(len, self.logits))
+
+    def take_logits(self, start: int) -> np.ndarray:
+        """The piece of logits that holds position `start`, from there on; an empty piece of its length stays behind."""
+        end = 0
+        for index, rows in enumerate(self.logits):
+            end += len(rows)
+            if end > start:
+                self.logits[index] = np.empty((len(rows), 0), rows.dtype)
+                return rows[len(rows) - (end - start) :]
+        raise IndexError(start)
+
     def finish(self, reason: str, error: PyllmError | None = None) -> None:
         """End the request; the first reason stays."""
         if self.finish_reason is None:
