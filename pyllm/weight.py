@@ -23,3 +23,7 @@ class Weight:
     shape: tuple[int, ...]
     qtype: QuantType
     array: Any
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """Some rows of a matrix, as a view."""
+        return Weight(self.name, (stop - start, self.shape[1]), self.qtype, self.array[start:stop])

@@ -12,8 +12,11 @@ from pyllm.models.decoder import Decoder
 
 # Architecture as in general.architecture -> module and class. Modules are imported when a file needs them.
 ARCHITECTURES = {
+    "gemma3": ("pyllm.models.gemma3", "Gemma3"),
     "llama": ("pyllm.models.llama", "Llama"),
+    "qwen2": ("pyllm.models.qwen2", "Qwen2"),
     "qwen3": ("pyllm.models.qwen3", "Qwen3"),
+    "qwen3moe": ("pyllm.models.qwen3moe", "Qwen3Moe"),
 }
 
 

@@ -22,7 +22,7 @@ class TransformerConfig:
     Attributes:
         num_layers: blocks of the main pass.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward block.
+        intermediate_size: width of the dense feed-forward block; 0 when the file does not say.
         num_heads, num_kv_heads: query heads, and key/value heads that they share.
         key_length, value_length: elements per head.
         rms_norm_eps: dimensionless.
@@ -40,6 +40,21 @@ class TransformerConfig:
     rms_norm_eps: float
     context_length: int
     vocab_size: int
+
+    @property
+    def q_size(self) -> int:
+        """Elements of all queries of a token."""
+        return self.num_heads * self.key_length
+
+    @property
+    def k_size(self) -> int:
+        """Elements of a K row."""
+        return self.num_kv_heads * self.key_length
+
+    @property
+    def v_size(self) -> int:
+        """Elements of a V row."""
+        return self.num_kv_heads * self.value_length
 
     @classmethod
     def from_gguf(cls, gguf: GGUFModel) -> TransformerConfig:
@@ -66,7 +81,7 @@ class TransformerConfig:
         return cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=size("feed_forward_length"),
+            intermediate_size=size("feed_forward_length", 0),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             key_length=size("attention.key_length", head_dim),

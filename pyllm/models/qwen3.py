@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from pyllm.models.config import TransformerConfig
 from pyllm.models.decoder import Decoder
@@ -14,7 +14,7 @@ class Qwen3(Decoder):
     pairing = RopePairing.NEOX
 
     @classmethod
-    def layer_specs(cls, config: TransformerConfig, prefix: str) -> Iterator[TensorSpec]:
-        yield from super().layer_specs(config, prefix)
+    def attention_specs(cls, config: TransformerConfig, prefix: str, present: Container[str]) -> Iterator[TensorSpec]:
+        yield from super().attention_specs(config, prefix, present)
         yield TensorSpec(prefix + "attn_q_norm.weight", (config.key_length,))
         yield TensorSpec(prefix + "attn_k_norm.weight", (config.key_length,))

@@ -13,6 +13,7 @@ import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFModel
+from pyllm.models.config import TransformerConfig
 from pyllm.quants import dequantize
 
 # Rotations within the original context between which YaRN goes over from plain to interpolated frequencies.
@@ -105,6 +106,52 @@ def _yarn_plain_share(n_rot: int, base: float, original_context: int) -> np.ndar
     high = min(n_rot - 1, math.ceil(pair_with_turns(YARN_BETA_SLOW)))
     pair = np.arange(n_rot // 2, dtype=np.float64)
     return 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+
+
+@dataclass(frozen=True)
+class RopePlan:
+    """Attributes:
+    frequencies: the different sets that a model uses.
+    of_layer: for each layer, which of them.
+    """
+
+    frequencies: tuple[RopeFrequencies, ...]
+    of_layer: tuple[int, ...]
+
+    @classmethod
+    def same(cls, frequencies: RopeFrequencies, num_layers: int) -> RopePlan:
+        """One set for all layers."""
+        return cls((frequencies,), (0,) * num_layers)
+
+
+def read_n_rot(gguf: GGUFModel, config: TransformerConfig) -> int:
+    """Rotated elements per head.
+
+    Raises:
+        ModelFileError: odd, or more than a head has.
+    """
+    key = gguf.arch_key("rope.dimension_count")
+    n_rot = gguf.get_int(key, config.key_length, minimum=2, maximum=config.key_length)
+    if n_rot % 2:
+        raise ModelFileError(f"{gguf.path}: {key} is {n_rot}, expected an even number; the file is damaged")
+    return n_rot
+
+
+def read_base(gguf: GGUFModel, suffix: str) -> float:
+    """The theta of a rope key."""
+    return gguf.get_float(gguf.arch_key(suffix), 10000.0, minimum=1.5, maximum=1e12)
+
+
+def read_rope(gguf: GGUFModel, config: TransformerConfig) -> RopeFrequencies:
+    """What a file's rope keys and its rope_freqs tensor amount to.
+
+    Raises:
+        ModelFileError: a value is impossible.
+        UnsupportedError: a kind of scaling that pyllm does not know.
+    """
+    n_rot = read_n_rot(gguf, config)
+    scaling = RopeScaling.from_gguf(gguf, config.context_length)
+    return rope_frequencies(n_rot, read_base(gguf, "rope.freq_base"), scaling, read_factors(gguf, n_rot))
 
 
 def read_factors(gguf: GGUFModel, n_rot: int) -> np.ndarray | None:

@@ -15,23 +15,26 @@ if TYPE_CHECKING:
     from pyllm.device import Device
 
 
-def get_rows_ref(weight: Weight, ids: np.ndarray, out: np.ndarray) -> None:
+def get_rows_ref(weight: Weight, ids: np.ndarray, scale: float, out: np.ndarray) -> None:
     if weight.qtype == QuantType.F32:
         out[...] = weight.array[ids]
     else:
         dequantize(weight.array[ids], weight.qtype, out=out)
+    if scale != 1:
+        out *= np.float32(scale)
 
 
 GET_ROWS = Op("get_rows", get_rows_ref)
 
 
-def get_rows(device: Device, weight: Weight, ids: Any, out: Any) -> None:
-    """out[i] = weight[ids[i]], the token embedding.
+def get_rows(device: Device, weight: Weight, ids: Any, out: Any, scale: float = 1.0) -> None:
+    """out[i] = scale * weight[ids[i]], the token embedding.
 
     Args:
         weight: [num_rows, row_elements], any block type.
         ids: [n] int32, each in 0..num_rows-1 (the executor checks token ids before it submits them).
         out: [n, row_elements] float32.
+        scale: dimensionless factor, rounded to float32.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -39,4 +42,4 @@ def get_rows(device: Device, weight: Weight, ids: Any, out: Any) -> None:
     require(len(weight.shape) == 2, "get_rows", f"weight {weight.name} is not a matrix")
     check_array("get_rows", "ids", ids, (None,), ("int32",))
     check_array("get_rows", "out", out, (ids.shape[0], weight.shape[1]), ("float32",))
-    device.launch(GET_ROWS, weight, ids, out)
+    device.launch(GET_ROWS, weight, ids, float(scale), out)

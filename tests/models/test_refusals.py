@@ -35,7 +35,7 @@ def refused(path: Path, expected: type[PyllmError]) -> str:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "mamba"}, ["general.architecture", "'mamba'", "llama, qwen3"]),
+        ({"general.architecture": "mamba"}, ["general.architecture", "'mamba'", "llama, qwen2, qwen3"]),
         ({"general.architecture": None}, ["general.architecture"]),
         ({"llama.expert_count": 8}, ["llama.expert_count", "8"]),
         ({"llama.rope.scaling.type": "longrope"}, ["llama.rope.scaling.type", "longrope", "yarn"]),

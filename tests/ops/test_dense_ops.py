@@ -8,10 +8,12 @@ import pytest
 from pyllm.device import Device
 from pyllm.errors import ShapeError
 from pyllm.ops.add import add
+from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.silu_mul import silu_mul
+from pyllm.ops.softcap import softcap
 from pyllm.ops.take_rows import take_rows
 from pyllm.quants import FORMATS, QuantType, dequantize, row_bytes
 from pyllm.weight import Weight
@@ -149,6 +151,39 @@ def test_silu_mul_at_the_ends_of_the_range(device: Device) -> None:
     out = on_device(device, gate)
     silu_mul(device, out, on_device(device, np.ones_like(gate)), out)
     assert np.allclose(device.download(out), [[0, 0, 0, 0, 100, 3e38]], atol=1e-30)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gelu_mul(device: Device, size: int) -> None:
+    gate, up = random((3, size), 11) * 4, random((3, size), 12)
+    out = device.empty(gate.shape, np.float32)
+    gelu_mul(device, on_device(device, gate), on_device(device, up), out)
+
+    def formula(g: np.ndarray) -> np.ndarray:
+        return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi).astype(g.dtype) * (g + g.dtype.type(0.044715) * g**3)))
+
+    check_against_float64(device.download(out), formula(gate.astype(np.float64)) * up, formula(gate) * up)
+
+
+def test_gelu_mul_at_the_ends_of_the_range(device: Device) -> None:
+    out = on_device(device, np.array([[-3e38, -1e13, -50, 0, 50, 1e13]], np.float32))
+    gelu_mul(device, out, on_device(device, np.ones((1, 6), np.float32)), out)
+    assert np.allclose(device.download(out), [[0, 0, 0, 0, 50, 1e13]])
+
+
+def test_softcap(device: Device) -> None:
+    x = random((3, 65), 13) * 50
+    out = device.empty(x.shape, np.float32)
+    softcap(device, on_device(device, x), 30.0, out)
+    exact = 30 * np.tanh(x.astype(np.float64) / 30)
+    check_against_float64(device.download(out), exact, np.float32(30) * np.tanh(x / np.float32(30)))
+
+
+def test_get_rows_scales(device: Device) -> None:
+    weight, values = weight_on(device, QuantType.Q8_0, 4, 64)
+    out = device.empty((2, 64), np.float32)
+    get_rows(device, weight, on_device(device, np.array([3, 1], np.int32)), out, scale=25.3)
+    assert (device.download(out) == values[[3, 1]] * np.float32(25.3)).all()
 
 
 def test_add(device: Device) -> None:

@@ -1,0 +1,132 @@
+"""The second half of a block: gated feed-forward layers, dense or as a mixture of experts.
+
+A class of this module says which tensors it needs (`specs`), refuses what it cannot do (`check`), and queues its ops
+(`forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyllm.device import Device
+from pyllm.errors import ModelFileError
+from pyllm.executor import Batch
+from pyllm.gguf_file import GGUFModel
+from pyllm.models.config import MAX_WIDTH, TransformerConfig
+from pyllm.models.project import project
+from pyllm.models.weights import TensorSpec, Weights
+from pyllm.ops.gelu_mul import gelu_mul
+from pyllm.ops.mul_mat_id import mul_mat_id
+from pyllm.ops.route import route
+from pyllm.ops.silu_mul import silu_mul
+from pyllm.ops.weighted_sum import weighted_sum
+
+
+class DenseFeedForward:
+    """W_down(silu(W_gate h) * (W_up h)): SwiGLU."""
+
+    def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
+        self._gate, self._up, self._down = (
+            weights.matrix(f"{prefix}{name}.weight") for name in ("ffn_gate", "ffn_up", "ffn_down")
+        )
+
+    @classmethod
+    def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:
+        """Refuse files that this class cannot run."""
+        if not config.intermediate_size:
+            raise ModelFileError(f"{gguf.path}: {gguf.arch_key('feed_forward_length')} is missing")
+
+    @classmethod
+    def specs(cls, gguf: GGUFModel, config: TransformerConfig, prefix: str) -> Iterator[TensorSpec]:
+        """Tensors of one block."""
+        wide, narrow = config.intermediate_size, config.hidden_size
+        yield TensorSpec(prefix + "ffn_gate.weight", (wide, narrow))
+        yield TensorSpec(prefix + "ffn_up.weight", (wide, narrow))
+        yield TensorSpec(prefix + "ffn_down.weight", (narrow, wide))
+
+    def forward(self, device: Device, batch: Batch, h: Any) -> Any:
+        """Queue the ops for h [n, hidden_size]; returns an array like it in the workspace."""
+        gate = project(device, batch, self._gate, None, h, "gate")
+        up = project(device, batch, self._up, None, h, "up")
+        self.activate(device, gate, up)
+        return project(device, batch, self._down, None, gate, "ffn_out")
+
+    @staticmethod
+    def activate(device: Device, gate: Any, up: Any) -> None:
+        """gate = activation(gate) * up, in place."""
+        silu_mul(device, gate, up, gate)
+
+
+class GeluFeedForward(DenseFeedForward):
+    """The same with the tanh form of GELU: GEGLU."""
+
+    @staticmethod
+    def activate(device: Device, gate: Any, up: Any) -> None:
+        gelu_mul(device, gate, up, gate)
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Attributes:
+    num_experts, num_used: in all, and per token.
+    intermediate_size: width of one expert.
+    """
+
+    num_experts: int
+    num_used: int
+    intermediate_size: int
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUFModel, config: TransformerConfig) -> ExpertSizes:
+        """Read and check the expert keys."""
+        num_experts = gguf.get_int(gguf.arch_key("expert_count"), minimum=1, maximum=1 << 16)
+        num_used = gguf.get_int(gguf.arch_key("expert_used_count"), minimum=1, maximum=num_experts)
+        default = max(1, config.intermediate_size // num_used)
+        width = gguf.get_int(gguf.arch_key("expert_feed_forward_length"), default, minimum=1, maximum=MAX_WIDTH)
+        return cls(num_experts, num_used, width)
+
+
+class ExpertFeedForward:
+    """A mixture of experts: the router picks some for each token, their outputs are added up by its weights."""
+
+    def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
+        self._sizes = ExpertSizes.from_gguf(gguf, config)
+        self._router = weights.matrix(prefix + "ffn_gate_inp.weight")
+        self._gate, self._up, self._down = (
+            weights.matrix(f"{prefix}{name}.weight") for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+        )
+
+    @classmethod
+    def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:
+        """Refuse files that this class cannot run."""
+        ExpertSizes.from_gguf(gguf, config)
+
+    @classmethod
+    def specs(cls, gguf: GGUFModel, config: TransformerConfig, prefix: str) -> Iterator[TensorSpec]:
+        """Tensors of one block."""
+        sizes, narrow = ExpertSizes.from_gguf(gguf, config), config.hidden_size
+        count, wide = sizes.num_experts, sizes.intermediate_size
+        yield TensorSpec(prefix + "ffn_gate_inp.weight", (count, narrow))
+        yield TensorSpec(prefix + "ffn_gate_exps.weight", (count, wide, narrow))
+        yield TensorSpec(prefix + "ffn_up_exps.weight", (count, wide, narrow))
+        yield TensorSpec(prefix + "ffn_down_exps.weight", (count, narrow, wide))
+
+    def forward(self, device: Device, batch: Batch, h: Any) -> Any:
+        """Queue the ops for h [n, hidden_size]; returns an array like it in the workspace."""
+        array, num_tokens, num_used = batch.workspace.array, h.shape[0], self._sizes.num_used
+        logits = project(device, batch, self._router, None, h, "router")
+        experts, weights = array("experts", (num_tokens, num_used), "int32"), array("weights", (num_tokens, num_used))
+        route(device, logits, experts, weights)
+        wide = (num_tokens, num_used, self._sizes.intermediate_size)
+        gate, up = array("gate", wide), array("up", wide)
+        mul_mat_id(device, h[:, None, :], experts, self._gate, gate)
+        mul_mat_id(device, h[:, None, :], experts, self._up, up)
+        flat = (num_tokens * num_used, wide[2])
+        silu_mul(device, gate.reshape(flat), up.reshape(flat), gate.reshape(flat))
+        down = array("expert_out", (num_tokens, num_used, h.shape[1]))
+        mul_mat_id(device, gate, experts, self._down, down)
+        out = array("ffn_out", h.shape)
+        weighted_sum(device, down, weights, out)
+        return out

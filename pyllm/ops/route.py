@@ -1,0 +1,48 @@
+"""route: choose the experts of each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm.ops.check import check_array, require
+from pyllm.ops.op import Op
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+SMALLEST_SUM = 6.103515625e-5  # the smallest normal float16: what other engines clamp the sum of weights to
+
+
+def route_ref(logits: np.ndarray, experts: np.ndarray, weights: np.ndarray) -> None:
+    num_used = experts.shape[1]
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probability = shifted / shifted.sum(axis=-1, keepdims=True)
+    # A stable sort of the negated values: the lower index first among equals.
+    experts[...] = np.argsort(-probability, axis=-1, kind="stable")[:, :num_used]
+    chosen = np.take_along_axis(probability, experts, axis=-1)
+    weights[...] = chosen / np.maximum(chosen.sum(axis=-1, keepdims=True), np.float32(SMALLEST_SUM))
+
+
+ROUTE = Op("route", route_ref)
+
+
+def route(device: Device, logits: Any, experts: Any, weights: Any) -> None:
+    """Softmax over all experts, the likeliest of them, their probabilities scaled to sum to 1.
+
+    Args:
+        logits: [num_tokens, num_experts] float32.
+        experts: [num_tokens, num_used] int32, output: the likeliest first, the lower index first among equals.
+        weights: [num_tokens, num_used] float32, output.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or more experts are used than there are.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538, with the softmax before the choice.
+    """
+    check_array("route", "logits", logits, (None, None), ("float32",))
+    check_array("route", "experts", experts, (logits.shape[0], None), ("int32",))
+    check_array("route", "weights", weights, experts.shape, ("float32",))
+    require(0 < experts.shape[1] <= logits.shape[1], "route", f"{experts.shape[1]} of {logits.shape[1]} experts")
+    device.launch(ROUTE, logits, experts, weights)
