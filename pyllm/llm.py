@@ -318,7 +318,7 @@ class LLM:
             with self._lock:
                 self._scheduler.add(request)
             while taken < len(request.token_ids):
-                self._run_until(request, lambda: request.num_logits > taken or _has_ended(request))
+                self._run_until(request, partial(_has_more_logits, request, taken))
                 if request.num_logits <= taken:
                     return
                 yield (rows := request.take_logits(taken))
@@ -403,6 +403,10 @@ class LLM:
 
 def _logits_request(ids: Sequence[int]) -> Request:
     return Request([int(token) for token in ids], len(ids))
+
+
+def _has_more_logits(request: Request, taken: int) -> bool:
+    return request.num_logits > taken or _has_ended(request)
 
 
 def _has_ended(request: Request) -> bool:
