@@ -30,6 +30,7 @@ from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
 from pyllm.kv_types import kv_type_by_name
 from pyllm.models import load_model
+from pyllm.models.weights import Weights
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
 from pyllm.scheduler import Scheduler
@@ -174,7 +175,7 @@ class LLM:
 
     def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
-        model = load_model(gguf, self._device, progress)
+        model = self._model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
         self.ctx_size = min(options.ctx_size, config.context_length)
@@ -384,6 +385,11 @@ class LLM:
         """Counts and times of the request that ended last: prompt_tokens, generated_tokens, prefill_seconds,
         decode_seconds, finish_reason, seed."""
         return dict(self._stats)
+
+    @property
+    def weights(self) -> Weights:
+        """The model's weights on the device. For benches and diagnostics; not to be written to."""
+        return self._model.weights
 
     @property
     def device_name(self) -> str:

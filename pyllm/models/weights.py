@@ -59,6 +59,11 @@ class Weights:
         return name in self._matrices or name in self._vectors
 
     @property
+    def matrices(self) -> list[Weight]:
+        """All matrices, in the order of the file."""
+        return list(self._matrices.values())
+
+    @property
     def num_bytes(self) -> int:
         """Device memory of all weights."""
         arrays = [weight.array for weight in self._matrices.values()] + list(self._vectors.values())
