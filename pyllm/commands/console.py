@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import click
 
@@ -48,18 +49,29 @@ def size_text(num_bytes: int) -> str:
     return f"{size:.1f} TB"
 
 
+class Progress(Protocol):
+    """Moves a bar: parts done, parts in all, and perhaps a few words to show beside it."""
+
+    def __call__(self, done: int, total: int, words: str = "") -> None: ...
+
+
 @contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal, driven by calls with (bytes done, bytes in all). Gone afterwards."""
+def progress_bar(description: str, unit: str = "B") -> Iterator[Progress]:
+    """A bar on stderr, if that is a terminal. Gone afterwards.
+
+    Args:
+        unit: of the parts; bytes unless said otherwise.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, words="": None
         return
     from tqdm import tqdm
 
-    with tqdm(desc=description, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+    with tqdm(desc=description, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr) as bar:
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int, words: str = "") -> None:
             bar.total = total
+            bar.set_postfix_str(words, refresh=False)
             bar.update(done - bar.n)
 
         yield show
