@@ -24,7 +24,7 @@ from pyllm import __version__
 from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
-COMMANDS = ("inspect", "perplexity", "pull", "run", "tokenize")
+COMMANDS = ("chat", "inspect", "perplexity", "pull", "run", "tokenize")
 INTERRUPTED = 130
 
 
@@ -89,6 +89,7 @@ def main() -> None:
     \b
     pyllm run demo "What is the capital of France?"
     pyllm run model.gguf -f question.txt
+    pyllm chat demo
     """
     # Terminals and locales that cannot show a character get a "?" in its place.
     for stream in (sys.stdout, sys.stderr):

@@ -71,8 +71,11 @@ def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
 def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
     """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt."""
     previous = signal.getsignal(signal.SIGINT)
+    pressed = False
 
     def interrupt(signum: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
         signal.signal(signal.SIGINT, previous)
         llm.interrupt()
 
@@ -82,6 +85,8 @@ def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+    if pressed:
+        llm.forget_interrupt()  # it may have come behind the last token
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,9 @@ class FakeLLM:
     def interrupt(self) -> None:
         self.interrupted = True
 
+    def forget_interrupt(self) -> None:
+        self.interrupted = False
+
     @property
     def stats(self) -> dict[str, Any]:
         return {

@@ -78,7 +78,7 @@ def test_help_lists_all_commands() -> None:
     assert isinstance(commands.main, click.Group)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "-h"] for name in commands.COMMANDS), ["--version"]])
 def test_help_does_not_load_the_engine(arguments: list[str]) -> None:
     script = f"import sys; sys.argv = ['pyllm', *{arguments}]\nfrom pyllm.commands import main\ntry: main()\n"
     script += "finally: print(sorted({'numpy', 'jinja2', 'tqdm', 'pyllm.llm'} & set(sys.modules)))"
