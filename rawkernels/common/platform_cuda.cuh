@@ -1,0 +1,71 @@
+// platform_cuda: NVRTC and nvcc. Needs no CUDA header, so a driver and NVRTC are enough to compile.
+#pragma once
+
+#define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
+#define DEVICE __device__ __forceinline__
+#define RESTRICT __restrict__
+
+#define SHARED __shared__ __align__(16)
+#define DYNAMIC_SHARED(type, name)                                \
+    extern __shared__ __align__(16) u8 pyllm_dynamic_shared[];    \
+    type* const name = reinterpret_cast<type*>(pyllm_dynamic_shared)
+
+#define BARRIER() __syncthreads()
+#define WARP_BARRIER() __syncwarp()
+#define DEVICE_FENCE() __threadfence()
+
+DEVICE i32 warp_shfl_bits(i32 value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+DEVICE i32 warp_shfl_xor_bits(i32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
+DEVICE i32 warp_shfl_down_bits(i32 value, int delta) { return __shfl_down_sync(0xFFFFFFFFu, value, delta); }
+DEVICE u64 warp_ballot(bool pred) { return __ballot_sync(0xFFFFFFFFu, pred); }
+
+DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
+DEVICE float atomic_add(float* address, float value) { return atomicAdd(address, value); }
+DEVICE i32 atomic_max(i32* address, i32 value) { return atomicMax(address, value); }
+
+DEVICE i32 dot4(i32 a, i32 b, i32 acc) { return __dp4a(a, b, acc); }
+
+DEVICE float f16_bits_to_f32(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+DEVICE u16 f32_to_f16_bits(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+DEVICE float fast_exp(float x) { return __expf(x); }
+
+DEVICE float fast_exp2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+DEVICE float rsqrt_f(float x) { return rsqrtf(x); }
+
+// Through the built-in vector type, which the compiler moves in one instruction.
+template <typename T = u32x4>
+DEVICE T load16(const void* address) {
+    static_assert(sizeof(T) == 16, "load16 loads 16 bytes");
+    union {
+        uint4 raw;
+        T value;
+    } both;
+    both.raw = *reinterpret_cast<const uint4*>(address);
+    return both.value;
+}
+
+template <typename T>
+DEVICE void store16(void* address, T value) {
+    static_assert(sizeof(T) == 16, "store16 stores 16 bytes");
+    union {
+        T value;
+        uint4 raw;
+    } both;
+    both.value = value;
+    *reinterpret_cast<uint4*>(address) = both.raw;
+}

@@ -1,0 +1,62 @@
+// platform_hip: hiprtc of ROCm 6.4 and 7, and clang with `-x hip`.
+//
+// No `_sync` forms: their mask has another type in each release. Widths are given as WARP_SIZE, since `warpSize` is not a
+// constant on ROCm 7.
+#pragma once
+
+#define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
+#define DEVICE __device__ inline __attribute__((always_inline))
+#define RESTRICT __restrict__
+
+#define SHARED __shared__ __attribute__((aligned(16)))
+#define DYNAMIC_SHARED(type, name)                                              \
+    extern __shared__ __attribute__((aligned(16))) u8 pyllm_dynamic_shared[];   \
+    type* const name = reinterpret_cast<type*>(pyllm_dynamic_shared)
+
+#define BARRIER() __syncthreads()
+// Lanes run in step; what is needed is that the compiler keeps the order of shared-memory accesses.
+#define WARP_BARRIER()                                          \
+    do {                                                        \
+        __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");  \
+        __builtin_amdgcn_wave_barrier();                        \
+        __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");  \
+    } while (0)
+#define DEVICE_FENCE() __threadfence()
+
+DEVICE i32 warp_shfl_bits(i32 value, int lane) { return __shfl(value, lane, WARP_SIZE); }
+DEVICE i32 warp_shfl_xor_bits(i32 value, int mask) { return __shfl_xor(value, mask, WARP_SIZE); }
+DEVICE i32 warp_shfl_down_bits(i32 value, int delta) { return __shfl_down(value, delta, WARP_SIZE); }
+DEVICE u64 warp_ballot(bool pred) { return __ballot(pred); }
+
+DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
+DEVICE float atomic_add(float* address, float value) { return atomicAdd(address, value); }
+DEVICE i32 atomic_max(i32* address, i32 value) { return atomicMax(address, value); }
+
+DEVICE i32 dot4(i32 a, i32 b, i32 acc) {
+#if defined(__GFX11__) || defined(__GFX12__)
+    return __builtin_amdgcn_sudot4(true, a, true, b, acc, false);
+#else
+    return __builtin_amdgcn_sdot4(a, b, acc, false);
+#endif
+}
+
+DEVICE float f16_bits_to_f32(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
+DEVICE u16 f32_to_f16_bits(float value) { return __builtin_bit_cast(u16, (_Float16)value); }
+
+DEVICE float fast_exp(float x) { return __builtin_amdgcn_exp2f(x * 1.4426950408889634f); }
+DEVICE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+DEVICE float rsqrt_f(float x) { return rsqrtf(x); }
+
+typedef u32 pyllm_raw16 __attribute__((ext_vector_type(4)));
+
+template <typename T = u32x4>
+DEVICE T load16(const void* address) {
+    static_assert(sizeof(T) == 16, "load16 loads 16 bytes");
+    return __builtin_bit_cast(T, *reinterpret_cast<const pyllm_raw16*>(address));
+}
+
+template <typename T>
+DEVICE void store16(void* address, T value) {
+    static_assert(sizeof(T) == 16, "store16 stores 16 bytes");
+    *reinterpret_cast<pyllm_raw16*>(address) = __builtin_bit_cast(pyllm_raw16, value);
+}
