@@ -18,7 +18,13 @@ enum EmulatedFault : int {
     FAULT_RESOURCES = 7,       // the host has no memory for the threads' stacks
 };
 
-enum EmulatedExchange : int { EXCHANGE_SHUFFLE, EXCHANGE_BALLOT, EXCHANGE_BARRIER, EXCHANGE_TILE };
+enum EmulatedExchange : int {
+    EXCHANGE_SHUFFLE,
+    EXCHANGE_BALLOT,
+    EXCHANGE_BARRIER,
+    EXCHANGE_TILE_LOAD,
+    EXCHANGE_TILE,
+};
 
 constexpr int EXCHANGE_BYTES = 128;  // most that a lane can show to the others: two rows of 16 floats
 
