@@ -7,9 +7,9 @@ A file is an uncompressed .npz; `numpy.load` reads it without pickle.
     steps            float32 [windows, scored]
     codes_00000 ...  uint16 [scored, vocab_size], one for each window: -code * step is a logit of the row
 
-Rounding: a step is a row's range divided by 65,535, about 0.0005 for a range of 32 nats, and a log-probability is off
-by half of that at most. Rows are normalised when they are read, so that these errors enter the divergence squared:
-about 1e-8 nats for a run compared with itself.
+Rounding: a step is a row's range divided by 65,535, about 0.0005 for a range of 32 nats. A code is off by half a step
+at most, a log-probability by one: rows are normalised when they are read, so that errors enter the divergence squared,
+about 1e-8 nats for a run compared with itself, and perplexities as their mean, about 1e-5 of the value.
 
 Files may come from anybody: sizes are checked before anything of that size is read, checksums when an array has been
 read to its end. A file appears under its name only when it is complete.
