@@ -194,7 +194,7 @@ def test_reference_is_of_this_text(name: str) -> None:
 @pytest.mark.demo_model
 def test_demo_model_has_the_perplexity_of_another_engine(demo_model: Path) -> None:
     exact = REFERENCE["models"]["smollm2"]["exact"]
-    windows = 3  # of 9, window by window; all of them agree in the same way, and take a minute on a slow machine
+    windows = 2  # of 9, window by window: the rest shows nothing new, and takes up to a minute
     found = measure(demo_model, "-f", TEXT, "-c", REFERENCE["context"], "--windows", windows)
     assert found["window_nll"] == pytest.approx(exact["chunk_nll"][:windows], abs=0.002)
     assert found["perplexity"] == pytest.approx(np.exp(np.mean(exact["chunk_nll"][:windows])), rel=0.002)
