@@ -49,6 +49,8 @@ class Batch:
     Attributes:
         inputs: the input block.
         num_tokens, num_seqs, num_outputs: extents of this ubatch.
+        longest: most tokens that one sequence has in it.
+        most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
         cache: K/V pages.
         workspace: scratch buffers.
         record: the device's fault record.
@@ -58,6 +60,8 @@ class Batch:
     num_tokens: int
     num_seqs: int
     num_outputs: int
+    longest: int
+    most_rows: int
     cache: KVCache
     workspace: Workspace
     record: Any
@@ -211,9 +215,19 @@ class Executor:
             slot.read_behind(self.device.record())
 
     def _queue_model(self, segments: Sequence[Segment], outputs: Outputs) -> None:
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        counts = [len(segment.token_ids) for segment in segments]
         num_outputs = len(outputs.logits)
-        batch = Batch(self._inputs, num_tokens, len(segments), num_outputs, self.cache, self.workspace, self._record)
+        batch = Batch(
+            inputs=self._inputs,
+            num_tokens=sum(counts),
+            num_seqs=len(segments),
+            num_outputs=num_outputs,
+            longest=max(counts),
+            most_rows=max(segment.start + len(segment.token_ids) for segment in segments),
+            cache=self.cache,
+            workspace=self.workspace,
+            record=self._record,
+        )
         logits = self.model.forward(self.device, batch)
         if num_outputs:
             self.device.copy_to_pinned(logits, outputs.logits)

@@ -82,7 +82,8 @@ class InputLayout:
             "tail_serial": ((1,), np.int64),
         }
 
-    def _spans(self) -> dict[str, tuple[int, int]]:
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Name to first byte and the byte behind the last; all multiples of 8 at the start."""
         spans, offset = {}, 0
         for name, (shape, dtype) in self.fields().items():
             size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -93,7 +94,7 @@ class InputLayout:
     @property
     def num_bytes(self) -> int:
         """Size of a slot or block; the tail serial is its last field."""
-        return self._spans()["tail_serial"][1]
+        return self.spans()["tail_serial"][1]
 
     def views(self, buffer: Any) -> InputViews:
         """Views of `buffer` ([num_bytes] uint8, host or device), new objects at every call."""
@@ -101,6 +102,6 @@ class InputLayout:
         return InputViews(
             **{
                 name: buffer[start:stop].view(fields[name][1]).reshape(fields[name][0])
-                for name, (start, stop) in self._spans().items()
+                for name, (start, stop) in self.spans().items()
             }
         )

@@ -16,12 +16,14 @@ class KVType:
 
     Attributes:
         name: as in `kv_type=` and `--kv-type`.
+        code: KV_TYPE in kernel sources.
         storage: NumPy dtype of the stored elements; bfloat16 is kept as uint16, since NumPy has no such type.
         encode: float32 array to storage; rounds to nearest, ties to even.
         decode: storage to float32, exact.
     """
 
     name: str
+    code: int
     storage: type
     encode: Callable[[np.ndarray], np.ndarray]
     decode: Callable[[np.ndarray], np.ndarray]
@@ -45,9 +47,9 @@ def _to_f16(x: np.ndarray) -> np.ndarray:
 KV_TYPES = {
     kv_type.name: kv_type
     for kv_type in (
-        KVType("f32", np.float32, lambda x: x, lambda x: x),
-        KVType("f16", np.float16, _to_f16, lambda x: x.astype(np.float32)),
-        KVType("bf16", np.uint16, _to_bf16, _from_bf16),
+        KVType("f32", 0, np.float32, lambda x: x, lambda x: x),
+        KVType("f16", 1, np.float16, _to_f16, lambda x: x.astype(np.float32)),
+        KVType("bf16", 2, np.uint16, _to_bf16, _from_bf16),
     )
 }
 

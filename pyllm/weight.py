@@ -24,6 +24,11 @@ class Weight:
     qtype: QuantType
     array: Any
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return self.array.shape[-1] * self.array.dtype.itemsize
+
     def rows(self, start: int, stop: int) -> Weight:
         """Some rows of a matrix, as a view."""
         return Weight(self.name, (stop - start, self.shape[1]), self.qtype, self.array[start:stop])

@@ -26,7 +26,7 @@ from pyllm.models.feed_forward import DenseFeedForward
 from pyllm.models.project import project
 from pyllm.models.rope_scaling import RopePlan, read_rope
 from pyllm.models.weights import Tensors, TensorSpec, Weights, check_tensors, upload_weights
-from pyllm.ops.flash_attention import AttentionParams, flash_attention
+from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.get_rows import get_rows
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.rope import RopePairing, rope, rope_table
@@ -248,15 +248,18 @@ class Decoder:
         """[num_tokens, num_heads * value_length]"""
         c = self.config
         mixed = batch.workspace.array("mixed", (batch.num_tokens, c.num_heads, c.value_length))
+        shape = AttentionShape.of(batch.num_seqs, batch.longest, batch.most_rows, c.num_kv_heads)
+        scratch = batch.workspace.array("attention_parts", (shape.scratch_size(c.num_heads, c.value_length),))
         flash_attention(
             device,
             q,
             batch.inputs,
-            batch.num_seqs,
+            shape,
             batch.cache.layers[index],
             batch.cache.kv_type,
             self._attention[index],
             batch.record,
+            scratch,
             mixed,
         )
         return mixed.reshape(batch.num_tokens, c.num_heads * c.value_length)

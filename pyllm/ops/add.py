@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -17,7 +17,12 @@ def add_ref(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     np.add(x, y, out=out)
 
 
-ADD = Op("add", add_ref)
+def plan_add(target: Target, x: Any, y: Any, out: Any) -> list[KernelLaunch]:
+    args = (x, y, out, np.int64(x.size), np.int64(y.size))
+    return [KernelLaunch("add", "add", (-(-x.size // 256),), (256,), args)]
+
+
+ADD = Op("add", add_ref, plan_add)
 
 
 def add(device: Device, x: Any, y: Any, out: Any) -> None:

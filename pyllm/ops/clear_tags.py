@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -17,7 +17,12 @@ def clear_tags_ref(tags: np.ndarray, first_row: int, num_rows: int) -> None:
     tags[:, first_row : first_row + num_rows] = 0
 
 
-CLEAR_TAGS = Op("clear_tags", clear_tags_ref)
+def plan_clear_tags(target: Target, tags: Any, first_row: int, num_rows: int) -> list[KernelLaunch]:
+    args = (tags, np.int64(tags.shape[1]), np.int64(first_row), np.int32(num_rows))
+    return [KernelLaunch("clear_tags", "clear_tags", (tags.shape[0],), (128,), args)]
+
+
+CLEAR_TAGS = Op("clear_tags", clear_tags_ref, plan_clear_tags)
 
 
 def clear_tags(device: Device, tags: Any, first_row: int, num_rows: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from pyllm import faults
 from pyllm.input_block import InputLayout
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -39,7 +39,17 @@ def copy_inputs_ref(
         inputs.status[...] = 1
 
 
-COPY_INPUTS = Op("copy_inputs", copy_inputs_ref)
+def plan_copy_inputs(
+    target: Target, slot: Any, layout: InputLayout, enforce: bool, block: Any, step_counter: Any, record: Any
+) -> list[KernelLaunch]:
+    word = {name: start // 8 for name, (start, _) in layout.spans().items()}
+    sizes = (layout.num_bytes // 8, record.size, word["head_serial"], word["tail_serial"], word["status"])
+    rows = (word["row_ids"], layout.max_tokens, enforce)
+    args = (slot, block, step_counter, record, *map(np.int32, sizes), *map(np.int32, rows))
+    return [KernelLaunch("copy_inputs", "copy_inputs", (1,), (1024,), args)]
+
+
+COPY_INPUTS = Op("copy_inputs", copy_inputs_ref, plan_copy_inputs)
 
 
 def copy_inputs(

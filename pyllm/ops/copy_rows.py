@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.ops.check import require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -24,7 +24,22 @@ def copy_rows_ref(
     cache.tags[target] = np.where(own, np.uint32(target_epoch), np.uint32(0))
 
 
-COPY_ROWS = Op("copy_rows", copy_rows_ref)
+def plan_copy_rows(
+    target: Target,
+    cache: LayerCache,
+    source_row: int,
+    target_row: int,
+    num_rows: int,
+    source_epoch: int,
+    target_epoch: int,
+) -> list[KernelLaunch]:
+    words = (np.int32(rows.shape[1] * rows.dtype.itemsize // 2) for rows in (cache.k, cache.v))
+    epochs = (np.uint32(source_epoch), np.uint32(target_epoch))
+    args = (cache.k, cache.v, cache.tags, *words, np.int64(source_row), np.int64(target_row), *epochs)
+    return [KernelLaunch("copy_rows", "copy_rows", (num_rows,), (128,), args)]
+
+
+COPY_ROWS = Op("copy_rows", copy_rows_ref, plan_copy_rows)
 
 
 def copy_rows(

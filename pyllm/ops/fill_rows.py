@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.ops.check import require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -19,7 +19,13 @@ def fill_rows_ref(cache: LayerCache, first_row: int, num_rows: int, byte: int) -
         rows[first_row : first_row + num_rows].view(np.uint8)[...] = byte
 
 
-FILL_ROWS = Op("fill_rows", fill_rows_ref)
+def plan_fill_rows(target: Target, cache: LayerCache, first_row: int, num_rows: int, byte: int) -> list[KernelLaunch]:
+    words = (np.int32(rows.shape[1] * rows.dtype.itemsize // 2) for rows in (cache.k, cache.v))
+    args = (cache.k, cache.v, *words, np.int64(first_row), np.int32(byte))
+    return [KernelLaunch("fill_rows", "fill_rows", (num_rows,), (128,), args)]
+
+
+FILL_ROWS = Op("fill_rows", fill_rows_ref, plan_fill_rows)
 
 
 def fill_rows(device: Device, cache: LayerCache, first_row: int, num_rows: int, byte: int) -> None:

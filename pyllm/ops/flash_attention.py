@@ -11,11 +11,19 @@ from pyllm import faults
 from pyllm.input_block import InputViews
 from pyllm.kv_types import KVType
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
     from pyllm.kv_cache import LayerCache
+
+# How the kernels cut up their work: queries of a tile, rows that are worth a block of their own, blocks that fill a
+# large card, and query heads that one block of a single-token pass takes on.
+TILE_QUERIES = 64
+ROWS_PER_SPLIT = 128
+TARGET_BLOCKS = 512
+MAX_SPLITS = 64
+MAX_HEADS_PER_BLOCK = 8
 
 QUERY_BLOCK = 128  # queries scored at once by the reference: bounds its scratch, changes no result
 
@@ -35,17 +43,49 @@ class AttentionParams:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """Extents of a ubatch that choose a kernel and its grid.
+
+    Attributes:
+        num_seqs: sequences.
+        longest: most tokens that one sequence has here.
+        splits: parts into which the rows of a sequence are cut when every sequence has one token; 0 otherwise.
+    """
+
+    num_seqs: int
+    longest: int
+    splits: int
+
+    @classmethod
+    def of(cls, num_seqs: int, longest: int, most_rows: int, num_kv_heads: int) -> AttentionShape:
+        """Choose the splits.
+
+        Args:
+            most_rows: rows of the longest sequence; an upper bound will do.
+        """
+        if longest > 1:
+            return cls(num_seqs, longest, 0)
+        fill = -(-TARGET_BLOCKS // (num_seqs * num_kv_heads))
+        return cls(num_seqs, longest, max(1, min(fill, -(-most_rows // ROWS_PER_SPLIT), MAX_SPLITS)))
+
+    def scratch_size(self, num_heads: int, head_dim: int) -> int:
+        """float32 elements of scratch: for each split, sums, a maximum and a total."""
+        return max(1, self.num_seqs * num_heads * self.splits * (head_dim + 2))
+
+
 def flash_attention_ref(
     q: np.ndarray,
     inputs: InputViews,
-    num_seqs: int,
+    shape: AttentionShape,
     cache: LayerCache,
     kv_type: KVType,
     params: AttentionParams,
     record: np.ndarray,
+    scratch: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    for seq in range(num_seqs):
+    for seq in range(shape.num_seqs):
         start, stop = int(inputs.cu_seqlens[seq]), int(inputs.cu_seqlens[seq + 1])
         if start == stop:
             continue
@@ -166,18 +206,57 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-FLASH_ATTENTION = Op("flash_attention", flash_attention_ref)
+def plan_flash_attention(
+    target: Target,
+    q: Any,
+    inputs: InputViews,
+    shape: AttentionShape,
+    cache: LayerCache,
+    kv_type: KVType,
+    params: AttentionParams,
+    record: Any,
+    scratch: Any,
+    out: Any,
+) -> list[KernelLaunch]:
+    _, num_heads, head_dim = q.shape
+    require(head_dim % 16 == 0, "flash_attention", f"head size {head_dim} is not a multiple of 16")
+    require(out.shape == q.shape, "flash_attention", "key and value length differ")
+    kv_heads = cache.k.shape[1] // head_dim
+    tables = (inputs.positions, inputs.cu_seqlens, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
+    read = (q, cache.k, cache.v, cache.tags, *tables, record)
+    sizes = (params.window, kv_heads, inputs.page_table.shape[1], cache.page_size, cache.layer)
+    numbers = (np.float32(params.scale), np.float32(params.softcap), *map(np.int32, sizes))
+    defines = {"KV_TYPE": kv_type.code, "HEAD_DIM": head_dim}
+    if not shape.splits:
+        grid = (-(-shape.longest // TILE_QUERIES), num_heads, shape.num_seqs)
+        block = (4 * target.warp_size,)
+        return [KernelLaunch("flash_attention", "flash_attention_tile", grid, block, (*read, out, *numbers), defines)]
+    group = num_heads // kv_heads
+    heads = min(group, MAX_HEADS_PER_BLOCK)
+    defines |= {"GROUP": group, "HEADS": heads}
+    grid = (shape.splits, kv_heads * -(-group // heads), shape.num_seqs)
+    combine = (scratch, inputs.cu_seqlens, out, np.int32(shape.splits))
+    return [
+        KernelLaunch("flash_attention", "flash_attention_split", grid, (128,), (*read, scratch, *numbers), defines),
+        KernelLaunch(
+            "flash_attention", "flash_attention_combine", (num_heads, shape.num_seqs), (128,), combine, defines
+        ),
+    ]
+
+
+FLASH_ATTENTION = Op("flash_attention", flash_attention_ref, plan_flash_attention)
 
 
 def flash_attention(
     device: Device,
     q: Any,
     inputs: InputViews,
-    num_seqs: int,
+    shape: AttentionShape,
     cache: LayerCache,
     kv_type: KVType,
     params: AttentionParams,
     record: Any,
+    scratch: Any,
     out: Any,
 ) -> None:
     """Causal grouped-query attention of each token over the rows of its own sequence.
@@ -190,11 +269,12 @@ def flash_attention(
     Args:
         q: [num_tokens, num_heads, key_length] float32; num_heads is a multiple of the kv heads.
         inputs: the device's input block.
-        num_seqs: sequences in this ubatch.
+        shape: extents of this ubatch.
         cache: one layer's K, V and tags.
         kv_type: how rows are stored.
         params: scale, window, soft cap.
         record: fault record; appended to.
+        scratch: [shape.scratch_size(...)] float32; overwritten.
         out: [num_tokens, num_heads, value_length] float32; must not overlap q.
 
     Numerics: scores, softmax and sums in float32. A query that sees no row gives zeros.
@@ -212,4 +292,5 @@ def flash_attention(
     value_length = cache.v.shape[1] // num_kv_heads
     check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), ("float32",))
     check_array("flash_attention", "record", record, faults.record_shape(), ("int32",))
-    device.launch(FLASH_ATTENTION, q, inputs, num_seqs, cache, kv_type, params, record, out)
+    check_array("flash_attention", "scratch", scratch, (shape.scratch_size(num_heads, value_length),), ("float32",))
+    device.launch(FLASH_ATTENTION, q, inputs, shape, cache, kv_type, params, record, scratch, out)

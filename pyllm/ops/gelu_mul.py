@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -23,7 +23,11 @@ def gelu_mul_ref(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
     np.multiply(gelu, up, out=out)
 
 
-GELU_MUL = Op("gelu_mul", gelu_mul_ref)
+def plan_gelu_mul(target: Target, gate: Any, up: Any, out: Any) -> list[KernelLaunch]:
+    return [KernelLaunch("gelu_mul", "gelu_mul", (-(-gate.size // 256),), (256,), (gate, up, out, np.int64(gate.size)))]
+
+
+GELU_MUL = Op("gelu_mul", gelu_mul_ref, plan_gelu_mul)
 
 
 def gelu_mul(device: Device, gate: Any, up: Any, out: Any) -> None:

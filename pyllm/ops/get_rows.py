@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 
@@ -24,7 +24,14 @@ def get_rows_ref(weight: Weight, ids: np.ndarray, scale: float, out: np.ndarray)
         out *= np.float32(scale)
 
 
-GET_ROWS = Op("get_rows", get_rows_ref)
+def plan_get_rows(target: Target, weight: Weight, ids: Any, scale: float, out: Any) -> list[KernelLaunch]:
+    require(out.shape[1] % 8 == 0, "get_rows", f"rows of {weight.name} are not a multiple of 8 long")
+    grid = (out.shape[0], -(-out.shape[1] // (8 * 128)))
+    args = (weight.array, ids, out, np.float32(scale), np.int64(weight.row_bytes), np.int32(out.shape[1]))
+    return [KernelLaunch("get_rows", "get_rows", grid, (128,), args, {"QTYPE": int(weight.qtype)})]
+
+
+GET_ROWS = Op("get_rows", get_rows_ref, plan_get_rows)
 
 
 def get_rows(device: Device, weight: Weight, ids: Any, out: Any, scale: float = 1.0) -> None:

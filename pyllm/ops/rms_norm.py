@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -21,7 +21,14 @@ def rms_norm_ref(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray,
     out *= weight
 
 
-RMS_NORM = Op("rms_norm", rms_norm_ref)
+def plan_rms_norm(target: Target, x: Any, weight: Any, eps: float, out: Any, delta: Any) -> list[KernelLaunch]:
+    size = x.shape[-1]
+    args = (x, x if delta is None else delta, weight, out, np.float32(eps), np.int32(size))
+    defines = {"HAS_DELTA": int(delta is not None)}
+    return [KernelLaunch("rms_norm", "rms_norm", (x.size // size,), (256,), args, defines)]
+
+
+RMS_NORM = Op("rms_norm", rms_norm_ref, plan_rms_norm)
 
 
 def rms_norm(device: Device, x: Any, weight: Any, eps: float, out: Any, delta: Any = None) -> None:

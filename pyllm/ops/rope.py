@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -41,8 +41,23 @@ def rope_ref(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: RopePairi
     a[...] = rotated_a
 
 
-ROPE_TABLE = Op("rope_table", rope_table_ref)
-ROPE = Op("rope", rope_ref)
+def plan_rope_table(
+    target: Target, positions: Any, inv_freq: Any, magnitude: float, cos: Any, sin: Any
+) -> list[KernelLaunch]:
+    args = (positions, inv_freq, cos, sin, np.float32(magnitude), np.int32(inv_freq.shape[0]))
+    return [KernelLaunch("rope", "rope_table", (positions.shape[0],), (128,), args, {"NEOX": 0})]
+
+
+def plan_rope(target: Target, x: Any, cos: Any, sin: Any, pairing: RopePairing) -> list[KernelLaunch]:
+    num_tokens, heads, head_dim = x.shape
+    half = cos.shape[1]
+    args = (x, cos, sin, np.int32(heads), np.int32(head_dim), np.int32(half))
+    defines = {"NEOX": int(pairing == RopePairing.NEOX)}
+    return [KernelLaunch("rope", "rope", (num_tokens, -(-heads * half // 256)), (256,), args, defines)]
+
+
+ROPE_TABLE = Op("rope_table", rope_table_ref, plan_rope_table)
+ROPE = Op("rope", rope_ref, plan_rope)
 
 
 def rope_table(device: Device, positions: Any, inv_freq: Any, magnitude: float, cos: Any, sin: Any) -> None:

@@ -10,7 +10,7 @@ from pyllm import faults
 from pyllm.input_block import InputViews
 from pyllm.kv_types import KVType
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -52,7 +52,16 @@ def _report_wrong_rows(tokens: np.ndarray, inputs: InputViews, cache: LayerCache
     faults.report(record, entries)
 
 
-SET_ROWS = Op("set_rows", set_rows_ref)
+def plan_set_rows(
+    target: Target, k: Any, v: Any, inputs: InputViews, cache: LayerCache, kv_type: KVType, record: Any
+) -> list[KernelLaunch]:
+    tables = (inputs.row_ids, inputs.positions, inputs.token_seq, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
+    sizes = (k.shape[1], v.shape[1], inputs.page_table.shape[1], cache.page_size, cache.layer)
+    args = (k, v, cache.k, cache.v, cache.tags, *tables, record, *map(np.int32, sizes))
+    return [KernelLaunch("set_rows", "set_rows", (k.shape[0],), (256,), args, {"KV_TYPE": kv_type.code})]
+
+
+SET_ROWS = Op("set_rows", set_rows_ref, plan_set_rows)
 
 
 def set_rows(

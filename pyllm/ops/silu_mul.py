@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -19,7 +19,11 @@ def silu_mul_ref(gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
     np.multiply(gate * sigmoid, up, out=out)
 
 
-SILU_MUL = Op("silu_mul", silu_mul_ref)
+def plan_silu_mul(target: Target, gate: Any, up: Any, out: Any) -> list[KernelLaunch]:
+    return [KernelLaunch("silu_mul", "silu_mul", (-(-gate.size // 256),), (256,), (gate, up, out, np.int64(gate.size)))]
+
+
+SILU_MUL = Op("silu_mul", silu_mul_ref, plan_silu_mul)
 
 
 def silu_mul(device: Device, gate: Any, up: Any, out: Any) -> None:

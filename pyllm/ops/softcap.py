@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -18,7 +18,12 @@ def softcap_ref(x: np.ndarray, cap: float, out: np.ndarray) -> None:
     out *= np.float32(cap)
 
 
-SOFTCAP = Op("softcap", softcap_ref)
+def plan_softcap(target: Target, x: Any, cap: float, out: Any) -> list[KernelLaunch]:
+    args = (x, out, np.float32(cap), np.int64(x.size))
+    return [KernelLaunch("softcap", "softcap", (-(-x.size // 256),), (256,), args)]
+
+
+SOFTCAP = Op("softcap", softcap_ref, plan_softcap)
 
 
 def softcap(device: Device, x: Any, cap: float, out: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -17,7 +17,12 @@ def take_rows_ref(x: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
     np.take(x, ids, axis=0, out=out)
 
 
-TAKE_ROWS = Op("take_rows", take_rows_ref)
+def plan_take_rows(target: Target, x: Any, ids: Any, out: Any) -> list[KernelLaunch]:
+    args = (x, ids, out, np.int32(x.shape[1]))
+    return [KernelLaunch("take_rows", "take_rows", (ids.shape[0],), (256,), args)]
+
+
+TAKE_ROWS = Op("take_rows", take_rows_ref, plan_take_rows)
 
 
 def take_rows(device: Device, x: Any, ids: Any, out: Any) -> None:

@@ -18,6 +18,7 @@
 //   f16_bits_to_f32, f32_to_f16_bits
 //   fast_exp, fast_exp2              a few ulp; exp(-inf) is 0
 //   rsqrt_f                          1 / sqrt
+//   mul_rn, add_rn, sub_rn           rounded on their own, never fused with a neighbour
 //   load16<T>(p), store16(p, v)      one 128-bit access; p must be 16-byte aligned
 //   threadIdx, blockIdx, blockDim, gridDim, and from C: fmaf fabsf fminf fmaxf sqrtf floorf rintf expf exp2f logf
 //   log2f tanhf cosf sinf powf erff, min, max

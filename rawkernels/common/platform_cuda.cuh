@@ -47,6 +47,10 @@ DEVICE float fast_exp2(float x) {
 
 DEVICE float rsqrt_f(float x) { return rsqrtf(x); }
 
+DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
+
 // Through the built-in vector type, which the compiler moves in one instruction.
 template <typename T = u32x4>
 DEVICE T load16(const void* address) {

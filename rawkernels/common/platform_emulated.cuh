@@ -133,6 +133,10 @@ DEVICE float fast_exp(float x) { return expf(x); }
 DEVICE float fast_exp2(float x) { return exp2f(x); }
 DEVICE float rsqrt_f(float x) { return 1.0f / sqrtf(x); }
 
+DEVICE float mul_rn(float a, float b) { return a * b; }  // compiled with -ffp-contract=off
+DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float sub_rn(float a, float b) { return a - b; }
+
 template <typename T>
 DEVICE T min(T x, T y) { return y < x ? y : x; }
 template <typename T>

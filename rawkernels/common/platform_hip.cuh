@@ -47,6 +47,19 @@ DEVICE float fast_exp(float x) { return __builtin_amdgcn_exp2f(x * 1.44269504088
 DEVICE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float rsqrt_f(float x) { return rsqrtf(x); }
 
+DEVICE float mul_rn(float a, float b) {
+#pragma clang fp contract(off)
+    return a * b;
+}
+DEVICE float add_rn(float a, float b) {
+#pragma clang fp contract(off)
+    return a + b;
+}
+DEVICE float sub_rn(float a, float b) {
+#pragma clang fp contract(off)
+    return a - b;
+}
+
 typedef u32 pyllm_raw16 __attribute__((ext_vector_type(4)));
 
 template <typename T = u32x4>

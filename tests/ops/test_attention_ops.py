@@ -15,7 +15,7 @@ from pyllm.input_block import InputLayout, InputViews
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES
 from pyllm.ops.copy_inputs import copy_inputs
-from pyllm.ops.flash_attention import AttentionParams, flash_attention
+from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.op import Op
 from pyllm.ops.set_rows import set_rows
 from tests.ops.lives import input_views, on_device
@@ -125,6 +125,23 @@ class Case:
         return out
 
 
+def attend(
+    device: Device,
+    case: Case,
+    q: Any,
+    inputs: InputViews,
+    cache: LayerCache,
+    params: AttentionParams,
+    record: Any,
+    out: Any,
+    kv_type: str = "f32",
+) -> None:
+    """flash_attention with the kernel that its extents choose."""
+    shape = AttentionShape.of(case.num_seqs, max(case.new), max(case.lengths), case.num_kv_heads)
+    scratch = device.empty((shape.scratch_size(case.num_heads, case.head_dim),), np.float32)
+    flash_attention(device, q, inputs, shape, cache, KV_TYPES[kv_type], params, record, scratch, out)
+
+
 def run(
     device: Device, case: Case, params: AttentionParams, kv_type: str = "f32", cache: LayerCache | None = None
 ) -> tuple[np.ndarray, np.ndarray, LayerCache]:
@@ -135,7 +152,7 @@ def run(
     set_rows(device, on_device(device, k), on_device(device, v), inputs, cache, KV_TYPES[kv_type], record)
     out = device.empty(case.q.shape, np.float32)
     q = on_device(device, case.q)
-    flash_attention(device, q, inputs, case.num_seqs, cache, KV_TYPES[kv_type], params, record, out)
+    attend(device, case, q, inputs, cache, params, record, out, kv_type)
     return device.download(out), device.download(record), cache
 
 
@@ -233,7 +250,7 @@ def test_a_query_that_sees_nothing_gives_zeros(device: Device) -> None:
     out = device.empty(case.q.shape, np.float32)
     params = AttentionParams(scale=1.0)
     q = on_device(device, case.q)
-    flash_attention(device, q, inputs, 1, cache, KV_TYPES["f32"], params, record, out)  # its own row was never written
+    attend(device, case, q, inputs, cache, params, record, out)  # its own row was never written
     assert (device.download(out) == 0).all()
     assert faults.count(device.download(record)) == 1
 
@@ -299,7 +316,7 @@ def test_an_empty_block_writes_and_reads_no_row(device: Device) -> None:
     set_rows(device, k, v, inputs, cache, KV_TYPES["f32"], record)
     out = on_device(device, np.full(case.q.shape, 3, np.float32))
     q, params = on_device(device, case.q), AttentionParams(scale=1.0)
-    flash_attention(device, q, inputs, 1, cache, KV_TYPES["f32"], params, record, out)
+    attend(device, case, q, inputs, cache, params, record, out)
     assert (device.download(cache.tags) == 7).all()
     assert np.isnan(device.download(cache.k)).all()
     assert (device.download(out) == 3).all()

@@ -1,0 +1,47 @@
+// copy_inputs: slot -> input block, serial check, step counter, cleared fault record.
+//
+// Shapes    slot, block [num_words] u64; step_counter [1] i64; record [record_words] i32
+//           head_word, tail_word, status_word: where the serials and the status lie, in u64 words
+//           rows_word, num_rows: the row ids, i64
+// Launch    grid (1), block (1024): one block, so that its barriers order everything
+// Sync      all threads copy, then a barrier; thread 0 judges, a barrier; on a mismatch all threads empty the block
+// Numerics  integers only
+#include "common/platform.cuh"
+
+#define KIND_SERIAL 1
+
+KERNEL(1024) copy_inputs(const u64* RESTRICT slot, u64* RESTRICT block, i64* RESTRICT step_counter,
+                         i32* RESTRICT record, i32 num_words, i32 record_words, i32 head_word, i32 tail_word,
+                         i32 status_word, i32 rows_word, i32 num_rows, i32 enforce) {
+    SHARED i32 wrong;
+    const i32 thread = threadIdx.x;
+    for (i32 i = thread; i < num_words; i += blockDim.x) block[i] = slot[i];
+    for (i32 i = thread; i < record_words; i += blockDim.x) record[i] = 0;
+    BARRIER();
+    if (thread == 0) {
+        // Judged from the copy, not from the slot: the copy is what the other ops will read.
+        const i64 head = static_cast<i64>(block[head_word]);
+        const i64 tail = static_cast<i64>(block[tail_word]);
+        const i64 expected = step_counter[0] + 1;
+        step_counter[0] = expected;
+        wrong = head != expected || tail != expected;
+        if (wrong) {
+            const i64 found = head != expected ? head : tail;
+            i32* entry = record + 8;
+            record[0] = 1;
+            entry[0] = KIND_SERIAL;
+            for (i32 i = 1; i < 6; i++) entry[i] = -1;
+            entry[6] = static_cast<i32>(expected & 0x7FFFFFFF);
+            entry[7] = static_cast<i32>(found & 0x7FFFFFFF);
+        }
+    }
+    BARRIER();
+    if (wrong && enforce) {
+        for (i32 i = thread; i < num_words; i += blockDim.x) {
+            const bool is_row = i >= rows_word && i < rows_word + num_rows;
+            block[i] = is_row ? ~static_cast<u64>(0) : 0;
+        }
+        BARRIER();
+        if (thread == 0) reinterpret_cast<i32*>(block + status_word)[0] = 1;
+    }
+}

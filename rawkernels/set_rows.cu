@@ -1,0 +1,37 @@
+// set_rows: scatter K and V rows into the paged cache, with the page's epoch as tag beside each
+//
+// Shapes    k [T,k_width], v [T,v_width] f32; k_cache [rows,k_width], v_cache [rows,v_width] kv_t; tags [rows] u32
+//           row_ids [T] i64; positions, token_seq [T] i32; page_table [S,max_pages] i32; page_epochs alike u32
+// Launch    grid (T), block (256): one block per token
+// Numerics  one rounding to the storage type, to nearest even
+// Defines   KV_TYPE
+#include "common/kv.cuh"
+
+KERNEL(256) set_rows(const float* RESTRICT k, const float* RESTRICT v, kv_t* RESTRICT k_cache,
+                     kv_t* RESTRICT v_cache, u32* RESTRICT tags, const i64* RESTRICT row_ids,
+                     const i32* RESTRICT positions, const i32* RESTRICT token_seq, const i32* RESTRICT seq_ids,
+                     const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record, i32 k_width,
+                     i32 v_width, i32 max_pages, i32 page_size, i32 layer) {
+    const i64 token = blockIdx.x;
+    const i64 row = row_ids[token];
+    if (row < 0) return;
+    const i32 position = positions[token];
+    const i32 seq = token_seq[token];
+    const i64 slot = static_cast<i64>(seq) * max_pages + position / page_size;
+    const i32 page = page_table[slot];
+    const i64 right = static_cast<i64>(page) * page_size + position % page_size;
+    if (row != right) {
+        if (threadIdx.x == 0) {
+            report_fault(record, KIND_ROW_ID, seq_ids[seq], layer, page, position % page_size, position,
+                         static_cast<u32>(right & 0x7FFFFFFF), static_cast<u32>(row & 0x7FFFFFFF));
+        }
+        return;
+    }
+    for (i32 i = threadIdx.x; i < k_width; i += blockDim.x) {
+        k_cache[row * k_width + i] = kv_store(k[token * k_width + i]);
+    }
+    for (i32 i = threadIdx.x; i < v_width; i += blockDim.x) {
+        v_cache[row * v_width + i] = kv_store(v[token * v_width + i]);
+    }
+    if (threadIdx.x == 0) tags[row] = page_epochs[slot];
+}
