@@ -58,6 +58,21 @@ def test_json_gives_the_same_answer() -> None:
     assert shown["seed"] == 5
 
 
+def test_json_with_logprobs() -> None:
+    shown = json.loads(pyllm(MODEL, "--temp", "0", "-n", "6", "--ignore-eos", "--json", "--logprobs", "3", "Hi").stdout)
+    assert [entry["token"] for entry in shown["logprobs"]] == shown["tokens"] and len(shown["tokens"]) == 6
+    for entry in shown["logprobs"]:
+        assert len(entry["top"]) == 3 and entry["top"][0]["token"] == entry["token"]
+        assert 0 > entry["logprob"] == entry["top"][0]["logprob"] >= entry["top"][1]["logprob"]
+
+
+def test_logit_bias_forbids_a_token() -> None:
+    options = (MODEL, "--temp", "0", "-n", "1", "--ignore-eos", "--json", "Hi")
+    first = json.loads(pyllm(*options).stdout)["tokens"][0]
+    assert json.loads(pyllm(*options, f"--logit-bias={first}=-inf").stdout)["tokens"][0] != first
+    assert "expected 0 to 511" in pyllm(*options, "--logit-bias", "512=1").stderr
+
+
 def test_ascii_terminal_gets_question_marks() -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     options = (MODEL, "--raw", "--temp", "0", "-n", "60", "--ignore-eos", "é")
