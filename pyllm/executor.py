@@ -79,7 +79,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class TestHooks:
-    """Faults on purpose. Tests and the race example only; no option leads here.
+    """Faults on purpose. For tests only; no option leads here.
 
     Attributes:
         drop_wait: reuse input slots without waiting for their event.

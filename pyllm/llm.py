@@ -8,10 +8,11 @@ scheduling and does no array maths.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
-from pyllm.errors import DeviceError, ModelFileError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, PyllmError, UsageError
 from pyllm.executor import Executor, TestHooks
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
@@ -257,8 +258,10 @@ class LLM:
             ContextError: the prompt is empty or too long.
             PyllmError: the generation broke off; what was yielded before is right.
         """
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params is a {type(params).__name__}; it must be SamplingParams")
         sampler = Sampler(params, self.tokenizer.vocab_size, self._dry_breakers(params))
         return self._stream(Request(ids, len(ids), params, sampler), params)
 
@@ -297,7 +300,7 @@ class LLM:
 
     def logits_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Like `logits` for several sequences, which run side by side."""
-        requests = [_logits_request(ids) for ids in sequences]
+        requests = [Request(token_ids, len(token_ids)) for token_ids in map(_token_ids, sequences)]
         try:
             with self._lock:
                 for request in requests:
@@ -306,6 +309,8 @@ class LLM:
                 self._run_until(request, partial(_has_ended, request))
         finally:
             self._end(requests)
+        if any(request.finish_reason != "stop" for request in requests):
+            raise PyllmError("the computation of logits was interrupted")
         return [np.concatenate(request.logits) for request in requests]
 
     def stream_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
@@ -313,7 +318,8 @@ class LLM:
 
         Ends early when it is interrupted.
         """
-        request = _logits_request(ids)
+        token_ids = _token_ids(ids)
+        request = Request(token_ids, len(token_ids))
         taken = 0
         try:
             with self._lock:
@@ -407,8 +413,14 @@ class LLM:
         self.close()
 
 
-def _logits_request(ids: Sequence[int]) -> Request:
-    return Request([int(token) for token in ids], len(ids))
+def _token_ids(ids: Any) -> list[int]:
+    """Token ids as a list of int; whether the vocabulary has them is checked before they are used."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise UsageError(f"a list of token ids is needed, not {type(ids).__name__}; see LLM.tokenize")
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise UsageError(f"token ids must be whole numbers: {error}") from None
 
 
 def _has_more_logits(request: Request, taken: int) -> bool:

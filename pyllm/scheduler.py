@@ -81,7 +81,7 @@ class Scheduler:
             raise ContextError("the prompt is empty: give at least one token")
         if request.num_prompt > room:
             raise ContextError(
-                f"the prompt has {request.num_prompt} tokens, the context holds {self._ctx_size}; "
+                f"the prompt has {request.num_prompt} tokens, the context of {self._ctx_size} has room for {room}; "
                 "shorten it or make the context larger (-c, ctx_size)"
             )
         request.started_at = time.perf_counter()
@@ -93,7 +93,7 @@ class Scheduler:
 
     def interrupt(self) -> None:
         """End all requests at the next opportunity. Safe in a signal handler: it only sets a flag."""
-        self._interrupted = True
+        self._interrupted = bool(self._running or self._waiting)
 
     def step(self) -> None:
         """Queue what can be queued, then take what has come back; blocks only when nothing could be queued.

@@ -8,55 +8,75 @@ out again once that event has completed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from pyllm.device.base import Event
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector loads on the host like
+ALIGNMENT = 256  # bytes: what vector loads, cache lines and coalesced accesses want, on hosts and GPUs
 POISON = 0xFF  # as float16, bfloat16 and float32 a NaN; as int32 -1
 
 
+class Block(Protocol):
+    """A piece of memory as an arena keeps it: an array of uint8 on the host or on a device."""
+
+    nbytes: int
+
+
 class Arena:
-    """Host memory in blocks, reused by size.
+    """Blocks of one kind of memory, reused by size.
+
+    Args:
+        allocate: makes a fresh block of so many bytes, aligned to ALIGNMENT.
+        address: where a block, or an array that begins with it, lies.
+        poison: fills a block with POISON; None outside test runs.
 
     Attributes:
         bytes_in_use: of blocks that are out, including released ones whose event is still open.
         high_water: the largest `bytes_in_use` so far.
     """
 
-    def __init__(self, poison: bool = False) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int], Any],
+        address: Callable[[Any], int],
+        poison: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._allocate = allocate
+        self._address = address
         self._poison = poison
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._retired: deque[tuple[Event, np.ndarray]] = deque()
-        self._out: dict[int, np.ndarray] = {}  # by address
+        self._free: dict[int, list[Any]] = {}
+        self._retired: deque[tuple[Event, Any]] = deque()
+        self._out: dict[int, Any] = {}  # by address
         self.bytes_in_use = 0
         self.high_water = 0
 
-    def take(self, num_bytes: int) -> np.ndarray:
-        """A block of uint8, aligned to ALIGNMENT, its content undefined.
+    def take(self, num_bytes: int) -> Any:
+        """A block of at least num_bytes, its content undefined.
 
         Raises:
-            MemoryError: the machine has no more memory.
+            MemoryError: there is no more memory.
         """
         self._reap()
         size = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         free = self._free.get(size)
-        block = free.pop() if free else _aligned(size)
-        if self._poison:
-            block[:] = POISON
-        self._out[block.ctypes.data] = block
+        block = free.pop() if free else self._allocate(size)
+        if self._poison is not None:
+            self._poison(block)
+        self._out[self._address(block)] = block
         self.bytes_in_use += size
         self.high_water = max(self.high_water, self.bytes_in_use)
         return block
 
-    def release(self, address: int, after: Event) -> None:
-        """Take a block back by its address. It is reused, and poisoned in test runs, when `after` has completed.
+    def release(self, array: Any, after: Event) -> None:
+        """Take back the block that an array begins with. It is reused when `after` has completed.
 
         Raises:
-            KeyError: the address is not that of a block that is out (a double release, say).
+            KeyError: no block that is out begins there (a double release, say).
         """
-        self._retired.append((after, self._out.pop(address)))
+        self._retired.append((after, self._out.pop(self._address(array))))
 
     def clear(self) -> None:
         """Forget every block. Only when no queued work is left."""
@@ -68,10 +88,19 @@ class Arena:
     def _reap(self) -> None:
         while self._retired and self._retired[0][0].query():
             _, block = self._retired.popleft()
-            if self._poison:
-                block[:] = POISON
+            if self._poison is not None:
+                self._poison(block)
             self._free.setdefault(block.nbytes, []).append(block)
             self.bytes_in_use -= block.nbytes
+
+
+def host_arena(poison: bool) -> Arena:
+    """An arena of ordinary host memory."""
+    return Arena(_aligned, lambda array: array.ctypes.data, _fill if poison else None)
+
+
+def _fill(block: np.ndarray) -> None:
+    block[:] = POISON
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -15,13 +15,14 @@ Vocabulary, the same on all devices:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from pyllm.ops.op import Op
+from pyllm.errors import DeviceError
+from pyllm.ops.op import Op, Target
 from pyllm.quants import QuantType
 
 
@@ -41,6 +42,14 @@ class Event(ABC):
         """
 
 
+class Graph(ABC):
+    """Launches that were recorded, to be queued again together."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queue them behind what is queued already."""
+
+
 class PinnedBuffer:
     """Memory that the host and the device both touch.
 
@@ -58,11 +67,17 @@ class Device(ABC):
     Attributes:
         name: "cpu", "gpu" or "emulated"; what error messages call it.
         weight_types: block types that `upload_weight` accepts.
+        target: what kernels are compiled for; None where ops run in their reference form.
+        default_ubatch_size: tokens that suit the device.
+        wants_candidates: true where bringing whole rows of logits to the host costs more than choosing from them there.
         default_inflight: ubatches to queue ahead: enough to keep the device busy, few enough to stop soon.
         poison: fresh and freed memory is filled with NaN patterns (test runs).
     """
 
     name: str
+    target: Target | None
+    default_ubatch_size: int
+    wants_candidates: bool
     default_inflight: int
     poison: bool
     weight_types: frozenset[QuantType]
@@ -126,10 +141,23 @@ class Device(ABC):
         """Around the launches of one ubatch. A device may hand them over together; order is kept."""
         yield
 
+    def runs(self, op: Op) -> bool:
+        """Whether the device can run an op."""
+        return self.target is None or op.plan is not None
+
+    @property
+    def captures(self) -> bool:
+        """Whether `capture` works."""
+        return False
+
+    def capture(self, launches: Callable[[], Any]) -> Graph:
+        """Call `launches`, but record what it queues instead of running it. It must not allocate."""
+        raise DeviceError(f"{self.name} does not capture launches")
+
     @abstractmethod
     def synchronize(self) -> None:
         """Block until everything queued so far has run."""
 
     @abstractmethod
     def close(self) -> None:
-        """Drain the stream, then free everything. Calling it twice is harmless."""
+        """Wait until nothing runs, then free everything. Calling it twice is harmless."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllm.device.arena import Arena
+from pyllm.device.arena import host_arena
 from pyllm.device.base import Device, PinnedBuffer
 from pyllm.device.host_stream import HostEvent, HostStream
 from pyllm.ops.op import Op
@@ -29,6 +29,8 @@ class HostDevice(Device):
     """
 
     name = "cpu"
+    default_ubatch_size = 512
+    wants_candidates = False  # a row of logits is next door
     default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
 
     def __init__(self, poison: bool | None = None) -> None:
@@ -36,8 +38,9 @@ class HostDevice(Device):
             poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
         self.poison = poison
         self.stream = HostStream()
-        self.memory = Arena(poison)
-        self.pinned_memory = Arena(poison)
+        self.memory = host_arena(poison)
+        self.pinned_memory = host_arena(poison)
+        self.target = None
         self.weight_types = frozenset(qtype for qtype, form in FORMATS.items() if form.decode)
         self._closed = False
 
@@ -46,13 +49,13 @@ class HostDevice(Device):
         return self.memory.take(num_bytes)[:num_bytes].view(dtype).reshape(shape)
 
     def release(self, array: np.ndarray) -> None:
-        self.memory.release(array.ctypes.data, self.record())
+        self.memory.release(array, self.record())
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes])
 
     def release_pinned(self, buffer: PinnedBuffer) -> None:
-        self.pinned_memory.release(buffer.array.ctypes.data, self.record())
+        self.pinned_memory.release(buffer.array, self.record())
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         target = self.empty(array.shape, array.dtype)

@@ -69,6 +69,7 @@ class HostStream:
         self._error: BaseException | None = None
         self.before_work: Work | None = None
         self._gates: list[Gate] = []
+        self._closed = False
         self._worker = threading.Thread(target=self._run, name="pyllm-host-stream", daemon=True)
         self._worker.start()
 
@@ -85,7 +86,10 @@ class HostStream:
     def record(self) -> HostEvent:
         """An event behind all work queued so far. Works on a failed stream too: the event completes with its error."""
         event = HostEvent(self)
-        self._put(event)
+        if self._closed:
+            event._complete(self._error)
+        else:
+            self._put(event)
         return event
 
     @contextmanager
@@ -117,6 +121,7 @@ class HostStream:
 
         Gates are opened, so that a failing test ends too.
         """
+        self._closed = True
         if self._error is None:
             self._error = DeviceError("the device is closed")
         for gate in self._gates:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyllm import LLM, SamplingParams
-from pyllm.errors import DeviceError, ModelFileError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, PyllmError, UsageError
 from tests.engine import greedy, tokens
 from tests.refdata import model_path, reference
 
@@ -153,3 +153,45 @@ def test_importing_pyllm_loads_no_engine() -> None:
     code = "import sys, pyllm; print([m for m in ('numpy', 'cupy', 'tokenizers', 'gguf') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_closed_engine_says_so_every_time() -> None:
+    llm = LLM(LLAMA)
+    llm.close()
+    for _ in range(10):
+        with pytest.raises(DeviceError, match="closed"):
+            list(llm.generate(PROMPT, greedy(2)))
+        with pytest.raises(DeviceError, match="closed"):
+            llm.logits(PROMPT)
+
+
+def test_an_interrupt_with_nothing_running_has_no_effect() -> None:
+    with LLM(LLAMA) as llm:
+        llm.interrupt()
+        assert len(tokens(llm.generate(PROMPT, greedy(3)))) == 3
+        llm.interrupt()
+        assert len(llm.logits(PROMPT)) == 5
+
+
+def test_an_interrupted_computation_of_logits_is_an_error() -> None:
+    with LLM(LLAMA, ubatch_size=1) as llm:
+        submit = llm._executor.submit
+
+        def interrupting(segments):
+            llm.interrupt()
+            return submit(segments)
+
+        llm._executor.submit = interrupting
+        with pytest.raises(PyllmError, match="interrupted"):
+            llm.logits(PROMPT * 10)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"hello", [1, 2.5], ["1"], [None]])
+def test_prompts_of_a_wrong_type_are_refused(prompt: object) -> None:
+    with LLM(LLAMA) as llm:
+        with pytest.raises(UsageError, match="token id"):
+            llm.generate(prompt)
+        with pytest.raises(UsageError, match="token id"):
+            llm.logits(prompt)
+        with pytest.raises(UsageError, match="SamplingParams"):
+            llm.generate("Hello", {"max_tokens": 2})

@@ -77,7 +77,7 @@ def test_an_interrupt_ends_everything_and_the_engine_stays_usable() -> None:
 
 def test_prompts_that_do_not_fit_are_refused_and_full_contexts_end_with_length() -> None:
     with engine(ctx_size=75) as llm:
-        with pytest.raises(ContextError, match=r"300 tokens.*75.*-c"):
+        with pytest.raises(ContextError, match=r"300 tokens.*75.*74.*-c"):
             next(llm.generate(PROMPT["n300"], greedy(1)))
         with pytest.raises(ContextError, match="empty"):
             next(llm.generate([], greedy(1)))

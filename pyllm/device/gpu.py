@@ -1,0 +1,289 @@
+"""The GPU device: CuPy on CUDA or ROCm, with kernels from rawkernels/ compiled at run time.
+
+All device and pinned memory comes from arenas of this device, not from CuPy's pools: those hand memory out again as
+soon as the Python object dies, whatever queued work still reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pyllm.device.arena import POISON, Arena
+from pyllm.device.base import Device, Event, Graph, PinnedBuffer
+from pyllm.device.kernel_source import compile_options, source_text
+from pyllm.errors import DeviceError
+from pyllm.ops.mul_mat import GPU_TYPES
+from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.quants import QuantType
+
+STAGING_BYTES = 32 << 20  # of each pinned buffer through which uploads go
+STAGING_BUFFERS = 2
+INSTALL = "pip install 'pyllm[cuda12]', 'pyllm[cuda13]' or 'pyllm[rocm7]'"
+WMMA_ARCHS = ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151")
+MFMA_ARCHS = ("gfx90a", "gfx942")
+OLDEST_CUDA = 80  # the first with asynchronous copies and the m16n8k16 products of the tiles
+
+
+def import_cupy() -> Any:
+    """CuPy, with a GPU that it can use.
+
+    Raises:
+        DeviceError: CuPy or a GPU is missing; says which, and what to do.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"CuPy cannot be loaded ({error}); install it with {INSTALL}, or use --device cpu") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise DeviceError(f"CuPy finds no GPU driver ({error}); check the driver, or use --device cpu") from None
+    if not count:
+        raise DeviceError("CuPy finds no GPU; use --device cpu")
+    return cupy
+
+
+def find_target(properties: dict[str, Any], is_hip: bool) -> Target:
+    """What kernels must be compiled for.
+
+    Raises:
+        DeviceError: kernels do not support this GPU.
+    """
+    if not is_hip:
+        version = 10 * properties["major"] + properties["minor"]
+        if version < OLDEST_CUDA:
+            raise DeviceError(f"this GPU is sm_{version}; pyllm needs sm_{OLDEST_CUDA} or newer: use --device cpu")
+        return Target("cuda", f"sm_{version}", 32, "mma")
+    arch = properties["gcnArchName"].decode().split(":")[0]
+    for known, tiles, warp_size in ((WMMA_ARCHS, "wmma", 32), (MFMA_ARCHS, "mfma", 64)):
+        if arch in known:
+            return Target("hip", arch, warp_size, tiles)
+    supported = ", ".join((*WMMA_ARCHS, *MFMA_ARCHS))
+    raise DeviceError(f"this GPU is {arch}; pyllm has kernels for {supported}: use --device cpu")
+
+
+class GpuEvent(Event):
+    """An event of the compute stream."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        try:
+            return bool(self._event.done)
+        except Exception:
+            return True  # the stream has failed; synchronize says how
+
+    def synchronize(self) -> None:
+        with device_errors():
+            self._event.synchronize()
+
+
+class GpuGraph(Graph):
+    """A captured graph and the stream that it runs on."""
+
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+
+    def replay(self) -> None:
+        with device_errors():
+            self._graph.launch(self._stream)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Turn the errors of the GPU's runtime into DeviceError."""
+    try:
+        yield
+    except (MemoryError, DeviceError):
+        raise
+    except RuntimeError as error:  # CuPy's CUDARuntimeError, CUDADriverError and CompileException
+        text = str(error).strip().splitlines()
+        raise DeviceError(f"the GPU stopped: {text[-1] if text else type(error).__name__}") from error
+
+
+class GpuDevice(Device):
+    """One GPU, the current one of CuPy.
+
+    Args:
+        poison: fill fresh and freed memory with NaN patterns; default: the environment's PYLLM_POISON.
+        graphs: allow capturing.
+
+    Attributes:
+        integrated: the GPU shares the host's memory.
+    """
+
+    name = "gpu"
+    default_ubatch_size = 2048
+    default_inflight = 4
+    wants_candidates = True
+
+    def __init__(self, poison: bool | None = None, graphs: bool = True) -> None:
+        self._cupy = cupy = import_cupy()
+        if poison is None:
+            poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
+        self.poison = poison
+        self.weight_types = GPU_TYPES
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        self.target: Target = find_target(properties, cupy.cuda.runtime.is_hip)
+        self.description = f"{properties['name'].decode()} ({self.target.arch})"
+        self.integrated = bool(properties.get("integrated", 0))
+        self._graphs = graphs
+        self._runtime = cupy.cuda.runtime
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.memory = Arena(self._allocate, lambda array: array.data.ptr, self._fill_device if poison else None)
+        self.pinned_memory = Arena(
+            self._allocate_pinned, lambda array: array.ctypes.data, _fill_host if poison else None
+        )
+        self._pinned_owners: list[Any] = []
+        self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
+        self._functions: dict[tuple[str, str, tuple[tuple[str, int], ...]], Any] = {}
+        self._closed = False
+
+    # memory
+
+    def _allocate(self, size: int) -> Any:
+        with device_errors():
+            memory = self._cupy.cuda.Memory(size)
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+        return self._cupy.ndarray((size,), np.uint8, memptr=pointer)
+
+    def _allocate_pinned(self, size: int) -> np.ndarray:
+        with device_errors():
+            owner = self._cupy.cuda.PinnedMemory(size)
+        self._pinned_owners.append(owner)  # freed at close only: nothing unmaps what a copy may still read
+        return np.frombuffer((ctypes.c_ubyte * size).from_address(owner.ptr), np.uint8)
+
+    def _fill_device(self, block: Any) -> None:
+        self._runtime.memsetAsync(block.data.ptr, POISON, block.nbytes, self.stream.ptr)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return self.memory.take(num_bytes)[:num_bytes].view(dtype).reshape(tuple(shape))
+
+    def release(self, array: Any) -> None:
+        self.memory.release(array, self.record())
+
+    def pinned(self, num_bytes: int) -> PinnedBuffer:
+        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes])
+
+    def release_pinned(self, buffer: PinnedBuffer) -> None:
+        self.pinned_memory.release(buffer.array, self.record())
+
+    def upload(self, array: np.ndarray) -> Any:
+        target = self.empty(array.shape, array.dtype)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, flat.nbytes, STAGING_BYTES):
+            self._upload_piece(flat[start : start + STAGING_BYTES], target.data.ptr + start)
+        return target
+
+    def _upload_piece(self, piece: np.ndarray, address: int) -> None:
+        """Copy through the next staging buffer, once the copy before the last has left it."""
+        if len(self._staging) < STAGING_BUFFERS:
+            self._staging.append((self.pinned_memory.take(STAGING_BYTES), None))
+        buffer, event = self._staging.popleft()
+        if event is not None:
+            event.synchronize()
+        buffer[: piece.nbytes] = piece
+        with device_errors():
+            to_device = self._runtime.memcpyHostToDevice
+            self._runtime.memcpyAsync(address, buffer.ctypes.data, piece.nbytes, to_device, self.stream.ptr)
+        self._staging.append((buffer, self.record()))
+
+    def download(self, array: Any) -> np.ndarray:
+        self.synchronize()
+        with device_errors():
+            return self._cupy.asnumpy(array)
+
+    def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[Any, QuantType]:
+        array = self.upload(data)
+        return (array.view(np.float32) if qtype == QuantType.F32 else array), qtype
+
+    # queued work
+
+    def launch(self, op: Op, *args: Any) -> None:
+        if op.plan is None:
+            raise DeviceError(f"op {op.name} has no kernel")
+        with device_errors(), self.stream:
+            for launch in op.plan(self.target, *args):
+                self._launch_kernel(launch)
+
+    def _launch_kernel(self, launch: KernelLaunch) -> None:
+        key = (launch.source, launch.entry, tuple(sorted(launch.defines.items())))
+        function = self._functions.get(key)
+        if function is None:
+            function = self._functions[key] = self._compile(launch)
+        args = tuple(_address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
+        grid, block = (_three(extents) for extents in (launch.grid, launch.block))
+        function(grid, block, args, shared_mem=launch.shared_bytes)
+
+    def _compile(self, launch: KernelLaunch) -> Any:
+        module = self._cupy.RawModule(
+            code=source_text(launch.source), options=compile_options(self.target, launch.defines), backend="nvrtc"
+        )
+        return module.get_function(launch.entry)
+
+    def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
+        if not source.flags.c_contiguous or source.nbytes != target.nbytes:
+            raise DeviceError("copies to pinned memory are between contiguous arrays of one size")
+        with device_errors():
+            to_host = self._runtime.memcpyDeviceToHost
+            self._runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, to_host, self.stream.ptr)
+
+    def record(self) -> GpuEvent:
+        with device_errors():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+        return GpuEvent(event)
+
+    @property
+    def captures(self) -> bool:
+        return self._graphs
+
+    def capture(self, launches: Callable[[], Any]) -> GpuGraph:
+        with device_errors(), self.stream:
+            self.stream.begin_capture()
+            try:
+                launches()
+            finally:
+                graph = self.stream.end_capture()
+        return GpuGraph(graph, self.stream)
+
+    def synchronize(self) -> None:
+        with device_errors():
+            self.stream.synchronize()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.synchronize()
+        finally:
+            self._staging.clear()
+            self.memory.clear()
+            self.pinned_memory.clear()
+            self._pinned_owners.clear()
+
+
+def _fill_host(block: np.ndarray) -> None:
+    block[:] = POISON
+
+
+def _address(array: np.ndarray) -> np.uintp:
+    """A pinned host array as a kernel argument: the GPU reads it at the same address."""
+    return np.uintp(array.ctypes.data)
+
+
+def _three(extents: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*extents, 1, 1)[:3]
+    return int(x), int(y), int(z)
