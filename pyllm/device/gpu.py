@@ -18,7 +18,7 @@ import numpy as np
 
 from pyllm.device.arena import POISON, Arena
 from pyllm.device.base import Device, Event, Graph, PinnedBuffer
-from pyllm.device.kernel_source import compile_options, source_text
+from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.errors import DeviceError
 from pyllm.ops.mul_mat import GPU_TYPES
 from pyllm.ops.op import KernelLaunch, Op, Target
@@ -161,7 +161,7 @@ class GpuDevice(Device):
         with device_errors():
             owner = self._cupy.cuda.PinnedMemory(size)
         self._pinned_owners.append(owner)  # freed at close only: nothing unmaps what a copy may still read
-        return np.frombuffer((ctypes.c_ubyte * size).from_address(owner.ptr), np.uint8)
+        return np.frombuffer(memoryview((ctypes.c_ubyte * size).from_address(owner.ptr)), np.uint8)
 
     def _fill_device(self, block: Any) -> None:
         self._runtime.memsetAsync(block.data.ptr, POISON, block.nbytes, self.stream.ptr)
@@ -227,9 +227,9 @@ class GpuDevice(Device):
         function(grid, block, args, shared_mem=launch.shared_bytes)
 
     def _compile(self, launch: KernelLaunch) -> Any:
-        module = self._cupy.RawModule(
-            code=source_text(launch.source), options=compile_options(self.target, launch.defines), backend="nvrtc"
-        )
+        # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.
+        options = ("-std=c++17", *define_options(target_defines(self.target, launch.defines)))
+        module = self._cupy.RawModule(code=source_text(launch.source), options=options, backend="nvrtc")
         return module.get_function(launch.entry)
 
     def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
