@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -68,8 +68,13 @@ def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
 
 
 @contextmanager
-def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
-    """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt."""
+def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Chunk]], Iterator[Chunk]]]:
+    """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt.
+
+    Yields:
+        A function through which the chunks are to be taken: a Ctrl-C that came before the engine had the request ends
+        it with its first token.
+    """
     previous = signal.getsignal(signal.SIGINT)
     pressed = False
 
@@ -79,10 +84,16 @@ def ctrl_c_ends_generation(llm: LLM) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         llm.interrupt()
 
+    def until_pressed(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        for chunk in chunks:
+            yield chunk
+            if pressed:
+                llm.interrupt()
+
     if previous is not signal.SIG_IGN:  # ignored: started in the background, by nohup and the like
         signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield until_pressed
     finally:
         signal.signal(signal.SIGINT, previous)
     if pressed:

@@ -165,8 +165,9 @@ class Chat:
         """
         params = self._sampling.params(seed=(self._seed + self._answers) % 2**64)
         answer = Answer()
-        with ctrl_c_ends_generation(self._llm):
-            answer.collect(self._llm.chat(self._conversation.asking(question), params), show=True)
+        with ctrl_c_ends_generation(self._llm) as until_pressed:
+            chunks = self._llm.chat(self._conversation.asking(question), params)
+            answer.collect(until_pressed(chunks), show=True)
         self._answers += 1
         if answer.finish_reason == "interrupted" and not answer.text:
             # Without an answer two questions would follow each other, which many templates refuse.

@@ -89,9 +89,9 @@ def run(options: RunOptions) -> int:
     with options.engine.open(path) as llm:
         load_seconds = time.perf_counter() - started
         answer = Answer()
-        with ctrl_c_ends_generation(llm):
+        with ctrl_c_ends_generation(llm) as until_pressed:
             introduce(llm, options.engine.ctx_size)
-            answer.collect(_chunks(llm, prompt, params, options), show=not options.json)
+            answer.collect(until_pressed(_chunks(llm, prompt, params, options)), show=not options.json)
         timings = Timings.of(load_seconds, llm.stats)
         if options.json:
             click.echo(as_json(llm, options.model, answer, timings))

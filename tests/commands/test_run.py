@@ -284,6 +284,19 @@ def test_ctrl_c_keeps_the_partial_answer(run: Run, fake: pytest.MonkeyPatch) -> 
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_before_the_engine_has_the_request_is_not_lost(run: Run, fake: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def interrupt(self: FakeLLM) -> None:
+        calls.append(None)
+        self.interrupted = len(calls) > 1  # the first one meets nothing that runs
+
+    fake.setattr(FakeLLM, "interrupt", interrupt)
+    fake.setattr(FakeLLM, "during", staticmethod(lambda: calls or signal.raise_signal(signal.SIGINT)))
+    result = run("Hi")
+    assert result.exit_code == 130 and result.stdout == "Hel\n"
+
+
 def test_second_ctrl_c_does_not_wait(run: Run, fake: pytest.MonkeyPatch) -> None:
     def press_twice() -> None:
         signal.raise_signal(signal.SIGINT)

@@ -113,7 +113,7 @@ def test_what_cannot_run() -> None:
     assert "GPU" in one_error_line(pyllm(MODEL, "Hello", "--device", "gpu"))
     assert "temperature" in one_error_line(pyllm(MODEL, "Hello", "--temp", "-1"), status=2)
     too_long = pyllm(MODEL, "--raw", "-c", "8", "a long prompt for so few places")
-    assert too_long.returncode == 1 and "the context holds 8" in too_long.stderr
+    assert too_long.returncode == 1 and "the context of 8 has room for 7" in too_long.stderr
 
 
 def start(*arguments: object) -> subprocess.Popen[bytes]:
