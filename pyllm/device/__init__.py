@@ -7,14 +7,15 @@ from pyllm.errors import DeviceError, UsageError
 
 __all__ = ["DEVICE_NAMES", "Device", "Event", "PinnedBuffer", "open_device"]
 
-DEVICE_NAMES = ("auto", "gpu", "cpu")
+DEVICE_NAMES = ("auto", "gpu", "cpu", "emulated")
 
 
 def open_device(name: str) -> Device:
     """Open a device.
 
     Args:
-        name: "cpu", "gpu", or "auto": the best one that pyllm can use on this machine.
+        name: "cpu", "gpu", "emulated" (the GPU's kernels on the CPU: for tests, slow), or "auto": the best one that
+            pyllm can use on this machine.
 
     Raises:
         UsageError: no such name.
@@ -24,6 +25,10 @@ def open_device(name: str) -> Device:
         raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICE_NAMES)}")
     if name == "gpu":
         raise DeviceError("this version of pyllm has no GPU kernels yet; use --device cpu")
+    if name == "emulated":
+        from pyllm.device.emulated import EmulatedDevice
+
+        return EmulatedDevice()
     from pyllm.device.host import HostDevice
 
     return HostDevice()

@@ -96,14 +96,18 @@ class Arena:
 
 def host_arena(poison: bool) -> Arena:
     """An arena of ordinary host memory."""
-    return Arena(_aligned, lambda array: array.ctypes.data, _fill if poison else None)
+    return Arena(host_block, host_address, poison_host_block if poison else None)
 
 
-def _fill(block: np.ndarray) -> None:
+def poison_host_block(block: np.ndarray) -> None:
     block[:] = POISON
 
 
-def _aligned(size: int) -> np.ndarray:
+def host_address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def host_block(size: int) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size]

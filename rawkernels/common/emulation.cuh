@@ -15,7 +15,8 @@ enum EmulatedFault : int {
     FAULT_MEMORY = 4,          // an address that does not exist
     FAULT_STACK = 5,           // a thread's stack is full
     FAULT_SHARED = 6,          // written behind the dynamic shared memory
-    FAULT_RESOURCES = 7,       // the host has no memory for the threads' stacks
+    FAULT_ARITHMETIC = 7,      // an integer divided by zero
+    FAULT_RESOURCES = 8,       // the host has no memory for the threads' stacks
 };
 
 enum EmulatedExchange : int {
