@@ -6,12 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pyllm.device import Device
+from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.input_block import InputLayout, InputViews
+from pyllm.ops.op import Op
 
-LIVES: dict[str, Callable[[], Device]] = {"cpu": lambda: HostDevice(poison=True)}
+
+class EmulatedLife(EmulatedDevice):
+    """Skips the test at an op that has no kernel."""
+
+    def launch(self, op: Op, *args: Any) -> None:
+        if not self.runs(op):
+            pytest.skip(f"op {op.name} has no kernel")
+        super().launch(op, *args)
+
+
+LIVES: dict[str, Callable[[], Device]] = {
+    "cpu": lambda: HostDevice(poison=True),
+    "emulated-32": lambda: EmulatedLife(32, "mma"),
+    "emulated-32-wmma": lambda: EmulatedLife(32, "wmma"),
+    "emulated-64": lambda: EmulatedLife(64, "mfma"),
+}
 
 SIZES = (1, 31, 32, 33, 63, 64, 65, 97, 257)
 

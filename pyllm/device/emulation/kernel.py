@@ -243,6 +243,8 @@ def _misfit(value: Any, parameter: _Parameter) -> str:
         return f"is an array of shape {value.shape} that is not C-contiguous; kernels ignore strides"
     if parameter.access == "P" and not value.flags.writeable:
         return "is a read-only array; the kernel may write it"
+    if value.dtype == np.uint8 and value.ctypes.data % max(1, min(parameter.size, 8)) == 0:
+        return ""  # raw bytes that the kernel reads as something wider
     return "" if parameter.takes(value.dtype) else f"is an array of {value.dtype}; the kernel takes {parameter}"
 
 
