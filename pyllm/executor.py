@@ -103,10 +103,11 @@ class Step:
     def __init__(self, segments: Sequence[Segment], done: Event, outputs: Outputs) -> None:
         self.segments = segments
         self.done = done
-        self._outputs: Outputs | None = outputs
+        self._outputs = outputs
+        self._result: tuple[np.ndarray, list[faults.Fault]] | None = None
 
     def result(self) -> tuple[np.ndarray, list[faults.Fault]]:
-        """Wait, then take the outputs; once only.
+        """Wait, then take the outputs. May be called again, also after a call that failed half-way.
 
         Returns:
             logits [num_outputs, vocab_size] float32 (a copy), and the faults that the device reported. With any fault
@@ -115,13 +116,11 @@ class Step:
         Raises:
             DeviceError: the stream failed.
         """
-        if self._outputs is None:
-            raise RuntimeError("the outputs of this step were taken before")
-        self.done.synchronize()
-        outputs, self._outputs = self._outputs, None
-        found, logits = faults.entries(outputs.record), outputs.logits.copy()
-        outputs.release()
-        return logits, found
+        if self._result is None:
+            self.done.synchronize()
+            self._result = self._outputs.logits.copy(), faults.entries(self._outputs.record)
+        self._outputs.release()
+        return self._result
 
 
 class Outputs:
@@ -135,13 +134,16 @@ class Outputs:
     def __init__(self, device: Device, num_outputs: int, vocab_size: int) -> None:
         record_bytes = math.prod(faults.record_shape()) * 4
         self._device = device
+        self._released = False
         self._buffer = device.pinned(record_bytes + num_outputs * vocab_size * 4)
         self.record = self._buffer.array[:record_bytes].view(np.int32).reshape(faults.record_shape())
         self.logits = self._buffer.array[record_bytes:].view(np.float32).reshape(num_outputs, vocab_size)
 
     def release(self) -> None:
-        """Give the buffer back, behind the work that is queued by now."""
-        self._device.release_pinned(self._buffer)
+        """Give the buffer back, behind the work that is queued by now. Only the first call does."""
+        if not self._released:
+            self._released = True
+            self._device.release_pinned(self._buffer)
 
 
 class Executor:
@@ -178,6 +180,7 @@ class Executor:
         self._step_counter = device.upload(np.zeros(1, np.int64))
         self._record = device.upload(np.zeros(faults.record_shape(), np.int32))
         self._serial = 0
+        self._broke_off = False
         self._inflight = inflight
         self._queued: deque[Event] = deque()
 
@@ -190,6 +193,7 @@ class Executor:
         """
         self._check(segments)
         self._bound_queue()
+        self._resynchronise()
         slot, views = self._ring.acquire()
         self._write_inputs(views, segments)
         slot.seal()
@@ -200,6 +204,7 @@ class Executor:
                 self._queue_model(segments, outputs)
                 done = self.device.record()
         except BaseException:
+            self._broke_off = True
             outputs.release()
             raise
         self._queued.append(done)
@@ -233,11 +238,22 @@ class Executor:
             self.device.copy_to_pinned(logits, outputs.logits)
         self.device.copy_to_pinned(self._record, outputs.record)
 
-    def _bound_queue(self) -> None:
+    def _resynchronise(self) -> None:
+        """After a submission that broke off: ask the device how many ubatches it has begun."""
+        if self._broke_off:
+            self._serial = int(self.device.download(self._step_counter)[0])
+            self._broke_off = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `submit` would have to wait for the device."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
-        while len(self._queued) >= self._inflight:
-            self._queued.popleft().synchronize()
+        return len(self._queued) >= self._inflight
+
+    def _bound_queue(self) -> None:
+        while self.is_full:
+            self._queued[0].synchronize()
 
     def _check(self, segments: Sequence[Segment]) -> None:
         num_tokens = sum(len(segment.token_ids) for segment in segments)
@@ -246,10 +262,13 @@ class Executor:
         if len(segments) > self.layout.max_seqs:
             raise UsageError(f"a ubatch of {len(segments)} sequences; the limit is {self.layout.max_seqs}")
         for segment in segments:
-            ids = np.asarray(segment.token_ids)
-            if ids.min() < 0 or ids.max() >= self.model.vocab_size:
-                bad = ids[(ids < 0) | (ids >= self.model.vocab_size)][0]
-                raise UsageError(f"token id {bad} is not in 0..{self.model.vocab_size - 1}")
+            self.check_tokens(segment.token_ids)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise UsageError unless every id is a row of the token embedding."""
+        bad = next((token for token in token_ids if not 0 <= token < self.model.vocab_size), None)
+        if bad is not None:
+            raise UsageError(f"token id {bad} is not in 0..{self.model.vocab_size - 1}")
 
     def _write_inputs(self, views: InputViews, segments: Sequence[Segment]) -> None:
         views.head_serial[0] = views.tail_serial[0] = self._serial + 1
@@ -269,6 +288,6 @@ class Executor:
             views.seq_ids[index] = segment.seq.seq_id
             pages = segment.seq.pages
             views.page_table[index, : len(pages)] = pages
-            views.page_epochs[index, : len(pages)] = self.cache.epochs(segment.seq)
+            views.page_epochs[index, : len(pages)] = segment.seq.epochs
             token, output = token + count, output + len(wanted)
             views.cu_seqlens[index + 1 :] = token

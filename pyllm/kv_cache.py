@@ -57,6 +57,8 @@ class SequenceKV:
     Attributes:
         seq_id: what fault records call it; never used twice.
         pages: physical page ids, in order of position.
+        epochs: the tag that the rows of each of these pages must carry. Kept here, not looked up by page: should two
+            sequences ever hold one page, the tags of one of them are wrong, and attention says so.
         length: rows that are written, or will be when all queued work has run.
         num_clean: rows whose fault record was read clean; only these may be shared.
         owns_tail: False when the last page holds further rows of another sequence; it is then copied before a write.
@@ -64,6 +66,7 @@ class SequenceKV:
 
     seq_id: int
     pages: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
     length: int = 0
     num_clean: int = 0
     owns_tail: bool = True
@@ -112,7 +115,6 @@ class KVCache:
         self.quarantined: set[int] = set()
         self._free = deque(range(num_pages) if page_order is None else page_order)
         self._references = [0] * num_pages
-        self._epochs = [0] * num_pages
         self._next_epoch = itertools.count(1)
         self._next_seq_id = itertools.count(1)
 
@@ -144,7 +146,9 @@ class KVCache:
             return False
         self._own_tail(seq)
         for _ in range(missing):
-            seq.pages.append(self._allocate())
+            page, epoch = self._allocate()
+            seq.epochs.append(epoch)
+            seq.pages.append(page)
         seq.length += num_rows
         return True
 
@@ -153,22 +157,20 @@ class KVCache:
         index, row = np.divmod(positions, self.page_size)
         return np.asarray(seq.pages, np.int64)[index] * self.page_size + row
 
-    def epochs(self, seq: SequenceKV) -> list[int]:
-        """Tags that the rows of each of the sequence's pages must carry."""
-        return [self._epochs[page] for page in seq.pages]
-
     def truncate(self, seq: SequenceKV, length: int) -> None:
         """Drop the rows from `length` on. Rows that stay behind in a page of its own become absent."""
         if not 0 <= length <= seq.length:
             raise ValueError(f"cannot cut a sequence of {seq.length} rows to {length}")
         kept = self.pages_for(length)
-        for page in seq.pages[kept:]:
-            self._drop(page)
+        given_up = seq.pages[kept:]
+        # First off the sequence, then back to the pool: a page is never in both.
         del seq.pages[kept:]
+        del seq.epochs[kept:]
         written = min(seq.length, kept * self.page_size)
         seq.owns_tail = seq.owns_tail or written < seq.length
         seq.length = length
         seq.num_clean = min(seq.num_clean, length)
+        self._drop(given_up)
         if length % self.page_size == 0 or length == written:
             return
         if self._references[seq.pages[-1]] > 1:
@@ -186,6 +188,7 @@ class KVCache:
             raise ValueError(f"only {seq.num_clean} rows of sequence {seq.seq_id} are published, {length} wanted")
         child = self.new_sequence()
         child.pages = seq.pages[: self.pages_for(length)]
+        child.epochs = seq.epochs[: self.pages_for(length)]
         for page in child.pages:
             self._references[page] += 1
         child.length = child.num_clean = length
@@ -206,24 +209,28 @@ class KVCache:
         """The first `length` rows were read clean: they may be shared."""
         seq.num_clean = max(seq.num_clean, min(length, seq.length))
 
-    def _allocate(self) -> int:
-        page = self._free.popleft()
+    def _allocate(self) -> tuple[int, int]:
+        """A free page and the fresh epoch under which its rows will be written."""
         epoch = next(self._next_epoch)
         if epoch > LAST_EPOCH:
             raise OverflowError("all page epochs are used up; open the model again")
-        self._epochs[page] = epoch
+        page = self._free.popleft()
         self._references[page] = 1
-        return page
+        return page, epoch
 
-    def _drop(self, page: int) -> None:
-        self._references[page] -= 1
-        if self._references[page]:
-            return
+    def _drop(self, pages: list[int]) -> None:
+        """One owner less for each page; those without any are free again."""
+        unowned = []
+        for page in pages:
+            self._references[page] -= 1
+            if not self._references[page]:
+                unowned.append(page)
+                if page not in self.quarantined:
+                    self._free.append(page)
         if self.device.poison:
-            for layer in self.layers:
-                fill_rows(self.device, layer, page * self.page_size, self.page_size, POISON)
-        if page not in self.quarantined:
-            self._free.append(page)
+            for page in unowned:
+                for layer in self.layers:
+                    fill_rows(self.device, layer, page * self.page_size, self.page_size, POISON)
 
     def _must_copy_tail(self, seq: SequenceKV) -> bool:
         return not seq.owns_tail and self._references[seq.pages[-1]] > 1
@@ -234,8 +241,8 @@ class KVCache:
             return
         page, tail = seq.pages[-1], seq.length % self.page_size
         if self._must_copy_tail(seq):
-            seq.pages[-1] = self._copy_page(page, tail)
-            self._drop(page)
+            seq.pages[-1], seq.epochs[-1] = self._copy_page(page, seq.epochs[-1], tail)
+            self._drop([page])
         else:
             self._clear_from(seq, self.page_size - tail)
         seq.owns_tail = True
@@ -245,9 +252,9 @@ class KVCache:
         first = seq.pages[-1] * self.page_size + seq.length % self.page_size
         clear_tags(self.device, self.tags, first, num_rows)
 
-    def _copy_page(self, source: int, num_rows: int) -> int:
-        """A fresh page that holds the first num_rows rows of another."""
-        target = self._allocate()
+    def _copy_page(self, source: int, source_epoch: int, num_rows: int) -> tuple[int, int]:
+        """A fresh page and its epoch; the page holds the first num_rows rows of another."""
+        target, epoch = self._allocate()
         for layer in self.layers:
             copy_rows(
                 self.device,
@@ -255,7 +262,7 @@ class KVCache:
                 source * self.page_size,
                 target * self.page_size,
                 num_rows,
-                self._epochs[source],
-                self._epochs[target],
+                source_epoch,
+                epoch,
             )
-        return target
+        return target, epoch

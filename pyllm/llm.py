@@ -147,6 +147,8 @@ class LLM:
     ) -> None:
         self._lock = threading.RLock()
         self._device = device
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"the path of a model is needed, not {type(path).__name__}")
         self._stats: dict[str, Any] = {}
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
@@ -210,12 +212,22 @@ class LLM:
     # text
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; see `Tokenizer.encode`."""
+        """Token ids of a text; see `Tokenizer.encode`.
+
+        Raises:
+            UsageError: not a text.
+        """
+        if not isinstance(text, str):
+            raise UsageError(f"a text is needed, not {type(text).__name__}")
         return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens as their text."""
-        return self.tokenizer.decode(ids)
+        """Text of token ids, special tokens as their text.
+
+        Raises:
+            UsageError: not token ids of this model.
+        """
+        return self.tokenizer.decode(_token_ids(ids))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **template_args: Any
@@ -366,16 +378,21 @@ class LLM:
         """Step the engine until a request has got somewhere; all other open requests move on too."""
         while not reached():
             with self._lock:
-                if not reached():  # another thread may have stepped for us
-                    self._scheduler.step()
+                if not reached() and not self._scheduler.step() and not reached():  # another thread may step for us
+                    raise PyllmError("the engine has nothing to do, but an answer is not complete: please report this")
         if request.error is not None and not request.emitted:
             raise request.error
 
     def _end(self, requests: Sequence[Request], reason: str = "cancelled") -> None:
-        with self._lock:
-            for request in requests:
-                self._scheduler.end(request, reason)
-                self._stats = request.stats()
+        # Perhaps called by the garbage collector, in the middle of a step of this very thread: no waiting here.
+        for request in requests:
+            self._scheduler.end(request, reason)
+            self._stats = request.stats()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._scheduler.drop_ended()
+            finally:
+                self._lock.release()
 
     def interrupt(self) -> None:
         """End all generations soon. Safe in a signal handler."""

@@ -21,7 +21,9 @@ class Request:
         token_ids: prompt, then what was generated.
         num_prompt: tokens of the prompt.
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
-        kv: its K/V rows; None while it waits. `kv.length` tokens are submitted.
+        number: requests are counted as they are added.
+        kv: its K/V rows; None while it waits.
+        num_submitted: tokens whose rows are queued to be written; `kv.length` outside of a step.
         emitted: generated tokens that the caller has not taken yet.
         logits: logits of every position, in pieces, when there is no sampler.
         finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
@@ -33,7 +35,9 @@ class Request:
     num_prompt: int
     params: SamplingParams | None = None
     sampler: Sampler | None = None
+    number: int = 0
     kv: SequenceKV | None = None
+    num_submitted: int = 0
     emitted: deque[Sampled] = field(default_factory=deque)
     logits: list[np.ndarray] = field(default_factory=list)
     finish_reason: str | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
 from pyllm.executor import Executor, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
+from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache
 from pyllm.request import Request
 
@@ -68,13 +69,17 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._in_flight: deque[QueuedStep] = deque()
-        self._interrupted = False
+        self._ended: deque[Request] = deque()
+        self._busy = False
+        self._num_added = 0
+        self._interrupted_up_to = 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
             ContextError: its prompt is empty or does not fit.
+            UsageError: a token id is out of range.
         """
         room = self._ctx_size - (request.sampler is not None)  # one place for the first generated token
         if not request.token_ids:
@@ -84,44 +89,77 @@ class Scheduler:
                 f"the prompt has {request.num_prompt} tokens, the context of {self._ctx_size} has room for {room}; "
                 "shorten it or make the context larger (-c, ctx_size)"
             )
+        self._executor.check_tokens(request.token_ids)
         request.started_at = time.perf_counter()
+        self._num_added += 1
+        request.number = self._num_added
         self._waiting.append(request)
 
     def end(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is. Its pages are free at once: later work comes later in the stream."""
-        self._end(request, reason)
+        """End a request, wherever it is.
+
+        May be called at any moment, also by the garbage collector in the middle of a step, or by a thread that does not
+        hold the engine's lock: the request is only marked, and taken out at the next safe point.
+        """
+        request.finish(reason)
+        self._ended.append(request)
+
+    def drop_ended(self) -> None:
+        """Take marked requests out, unless a step is going on. Their pages are free at once: work that is queued later
+        comes later in the stream."""
+        while self._ended and not self._busy:
+            self._end(self._ended.popleft(), "cancelled")
 
     def interrupt(self) -> None:
-        """End all requests at the next opportunity. Safe in a signal handler: it only sets a flag."""
-        self._interrupted = bool(self._running or self._waiting)
+        """End all requests that were added before. Safe in a signal handler: it only sets a number."""
+        self._interrupted_up_to = self._num_added
 
-    def step(self) -> None:
-        """Queue what can be queued, then take what has come back; blocks only when nothing could be queued.
+    def step(self) -> bool:
+        """Queue what can be queued, then take what has come back; wait only when nothing could be queued.
+
+        Returns:
+            False when there was nothing to do.
 
         Raises:
             DeviceError: the device failed; no request can go on.
         """
         try:
-            self._check_interrupt()
-            self._admit()
-            queued = self._queue_ubatches()
+            with self._undisturbed():
+                self._check_interrupt()
+                self._admit()
+                queued = self._queue_ubatches()
             if self._in_flight and not queued:
-                self._collect()
-            while self._in_flight and self._in_flight[0].step.done.query():
-                self._collect()
+                self._in_flight[0].step.done.synchronize()  # Ctrl-C may break this wait: nothing is half done here
+            with self._undisturbed():
+                collected = self._collect_done()
         except DeviceError as error:
-            for request in [*self._running, *self._waiting]:
-                request.finish("error", error)
-            self._running.clear()
-            self._waiting.clear()
+            self._fail(error)
             raise
+        return queued or collected
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Around changes that belong together: no Ctrl-C in between, and no request is taken out underneath."""
+        with deferred_interrupt():
+            self.drop_ended()
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+                self.drop_ended()
+
+    def _fail(self, error: DeviceError) -> None:
+        for request in [*self._running, *self._waiting]:
+            request.finish("error", error)
+        self._running.clear()
+        self._waiting.clear()
 
     # choosing
 
     def _check_interrupt(self) -> None:
-        if self._interrupted:
-            self._interrupted = False
-            for request in [*self._running, *self._waiting]:
+        for request in [*self._running, *self._waiting]:
+            if request.number <= self._interrupted_up_to:
                 self._end(request, "interrupted")
 
     def _admit(self) -> None:
@@ -136,19 +174,23 @@ class Scheduler:
             if self._running and needed > self._cache.num_free_pages:
                 return
             self._waiting.popleft()
-            request.kv = self._cache.new_sequence()
+            request.kv, request.num_submitted = self._cache.new_sequence(), 0
             request.logits.clear()
             self._running.append(request)
 
     def _queue_ubatches(self) -> bool:
         queued = False
         tokens = sum(entry.num_tokens for entry in self._in_flight)
-        while tokens + self._ubatch_size <= self._batch_size or not tokens:
+        while (tokens + self._ubatch_size <= self._batch_size or not tokens) and not self._executor.is_full:
             self._check_interrupt()
-            chosen = self._choose()
-            if not chosen:
-                break
-            tokens += self._submit(chosen)
+            try:
+                chosen = self._choose()
+                if not chosen:
+                    break
+                tokens += self._submit(chosen)
+            except BaseException:
+                self._put_back_unqueued()
+                raise
             queued = True
         return queued
 
@@ -158,7 +200,7 @@ class Scheduler:
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
         for request in sorted(self._running, key=lambda r: r.num_pending > 1):  # stable: decoding first, then by age
-            if request.kv is None or request.num_pending == 0 or room == 0:
+            if request.kv is None or request.finish_reason or request.num_pending == 0 or room == 0:
                 continue
             count = min(request.num_pending, room)
             if request.sampler is None:
@@ -193,11 +235,17 @@ class Scheduler:
 
     def _put_back(self, request: Request) -> None:
         """Back to the front of the queue, to be computed anew. What was emitted stays emitted."""
-        assert request.kv is not None
-        self._cache.release(request.kv)
-        request.kv = None
+        kv, request.kv = request.kv, None
         self._running.remove(request)
         self._waiting.appendleft(request)
+        assert kv is not None
+        self._cache.release(kv)
+
+    def _put_back_unqueued(self) -> None:
+        """After a failure: sequences with rows for which no work was queued start anew."""
+        for request in [*self._running]:
+            if request.kv is not None and request.kv.length != request.num_submitted:
+                self._put_back(request)
 
     @staticmethod
     def _segment(request: Request, count: int) -> Segment:
@@ -209,26 +257,34 @@ class Scheduler:
         return Segment(request.kv, start, request.token_ids[start : start + count], num_outputs)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
+        """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""
         requests = tuple(request for request, _ in chosen)
         segments = [segment for _, segment in chosen]
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
         try:
             step = self._executor.submit(segments)
         except DeviceError:
             raise
-        except BaseException as error:
-            # Their rows may be half written. Nobody else's are: the ubatch was queued in part, in order.
-            failure = error if isinstance(error, PyllmError) else PyllmError(f"{type(error).__name__}: {error}")
+        except Exception as error:
             for request in requests:
-                self._end(request, "error", failure)
-            raise
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
+                self._end(request, "error", _as_pyllm_error(error))
+            return 0
         self._in_flight.append(QueuedStep(step, requests, num_tokens))
+        for request, segment in chosen:
+            request.num_submitted = segment.start + len(segment.token_ids)
         return num_tokens
 
     # taking results
 
+    def _collect_done(self) -> bool:
+        collected = False
+        while self._in_flight and self._in_flight[0].step.done.query():
+            self._collect()
+            collected = True
+        return collected
+
     def _collect(self) -> None:
-        """Take the results of the oldest step. It stays queued until they are there: Ctrl-C may break the wait."""
+        """Take the results of the oldest step, which is done."""
         entry = self._in_flight[0]
         logits, found = entry.step.result()
         self._in_flight.popleft()
@@ -238,9 +294,13 @@ class Scheduler:
         for request, segment in zip(entry.requests, entry.step.segments, strict=True):
             rows = logits[row : row + segment.num_outputs]
             row += segment.num_outputs
-            if request.kv is segment.seq and request.finish_reason is None:
+            if request.kv is not segment.seq or request.finish_reason is not None:
+                continue
+            try:
                 self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
                 self._take_logits(request, rows)
+            except Exception as error:  # whatever it is, it concerns this request alone
+                self._end(request, "error", _as_pyllm_error(error))
 
     def _take_logits(self, request: Request, rows: np.ndarray) -> None:
         if request.sampler is None:
@@ -252,11 +312,7 @@ class Scheduler:
 
     def _sample(self, request: Request, row: np.ndarray) -> None:
         assert request.sampler is not None and request.params is not None
-        try:
-            sampled = request.sampler.sample(row, request.token_ids)
-        except PyllmError as error:
-            self._end(request, "error", error)
-            return
+        sampled = request.sampler.sample(row, request.token_ids)
         if not request.num_generated:
             request.first_token_at = time.perf_counter()
         request.token_ids.append(sampled.token)
@@ -286,11 +342,20 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
         request.finish(reason, error)
-        if request.kv is not None:
-            with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
-                self._cache.release(request.kv)
-            request.kv = None
+        kv, request.kv = request.kv, None
         if request in self._running:
             self._running.remove(request)
         if request in self._waiting:
             self._waiting.remove(request)
+        if kv is not None:
+            with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
+                self._cache.release(kv)
+
+
+def _as_pyllm_error(error: Exception) -> PyllmError:
+    """What a caller is told about a failure that only concerns its request."""
+    if isinstance(error, PyllmError):
+        return error
+    if isinstance(error, MemoryError):
+        return DeviceError("not enough memory for this step; try a smaller ubatch (-ub) or context (-c)")
+    return PyllmError(f"{type(error).__name__}: {error}")

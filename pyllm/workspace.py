@@ -27,9 +27,11 @@ class Workspace:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < num_bytes:
-            if buffer is not None:
-                self._device.release(buffer)
-            buffer = self._buffers[name] = self._device.empty((num_bytes,), np.uint8)
+            # In this order: should one of the steps fail, the table never holds memory that was given back.
+            outgrown, buffer = buffer, self._device.empty((num_bytes,), np.uint8)
+            self._buffers[name] = buffer
+            if outgrown is not None:
+                self._device.release(outgrown)
         return buffer[:num_bytes].view(dtype).reshape(shape)
 
     @property

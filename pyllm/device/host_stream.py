@@ -7,11 +7,14 @@ machine.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+
+import numpy as np
 
 from pyllm.device.base import Event
 from pyllm.errors import DeviceError
@@ -31,6 +34,7 @@ class HostEvent(Event):
         return self._reached.is_set()
 
     def synchronize(self) -> None:
+        self._stream.check_process()
         self._reached.wait()
         if self._error is not None:
             raise _failure(self._error)
@@ -70,6 +74,8 @@ class HostStream:
         self.before_work: Work | None = None
         self._gates: list[Gate] = []
         self._closed = False
+        self._closing = threading.Lock()
+        self._process = os.getpid()
         self._worker = threading.Thread(target=self._run, name="pyllm-host-stream", daemon=True)
         self._worker.start()
 
@@ -79,31 +85,28 @@ class HostStream:
         Raises:
             DeviceError: earlier work failed; nothing more runs on this stream.
         """
+        self.check_process()
         if self._error is not None:
             raise _failure(self._error)
         self._put(work)
 
     def record(self) -> HostEvent:
         """An event behind all work queued so far. Works on a failed stream too: the event completes with its error."""
+        self.check_process()
         event = HostEvent(self)
-        if self._closed:
-            event._complete(self._error)
-        else:
-            self._put(event)
+        self._put(event)
         return event
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Hand over everything queued inside the block as one entry, also when the block raises."""
-        if self._gathering is not None:
-            raise RuntimeError("HostStream.batch does not nest")
-        self._gathering = []
+        gathered: list[Work | HostEvent] = []
+        self._gathering = gathered
         try:
             yield
         finally:
-            gathered, self._gathering = self._gathering, None
-            if gathered:
-                self._queue.put(gathered)
+            self._gathering = None
+            self._hand_over(gathered)
 
     def gate(self) -> Gate:
         """Test hook: queue a gate that holds all later work back."""
@@ -119,27 +122,45 @@ class HostStream:
     def close(self) -> None:
         """End the worker after the piece of work that it is at; the rest is dropped, and its events complete.
 
-        Gates are opened, so that a failing test ends too.
+        Gates are opened, so that a failing test ends too. Other threads may use the stream at the same time.
         """
-        self._closed = True
         if self._error is None:
             self._error = DeviceError("the device is closed")
         for gate in self._gates:
             gate.open()
-        if self._worker.is_alive():
-            self._queue.put(None)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        if self._process == os.getpid() and threading.current_thread() is not self._worker:  # a fork has no worker
             self._worker.join()
+
+    def check_process(self) -> None:
+        """Raise DeviceError in a fork of the process that opened the stream: the worker did not come along."""
+        if self._process != os.getpid():
+            raise DeviceError("an engine cannot be used in a fork of the process that opened it; open it there")
 
     def _put(self, work: Work | HostEvent) -> None:
         if self._gathering is not None:
             self._gathering.append(work)
         else:
-            self._queue.put([work])
+            self._hand_over([work])
+
+    def _hand_over(self, entry: list[Work | HostEvent]) -> None:
+        with self._closing:
+            if not self._closed:
+                self._queue.put(entry)
+                return
+        for work in entry:
+            if isinstance(work, HostEvent):
+                work._complete(self._error)
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            for work in entry:
-                self._run_one(work)
+        # NaN and infinity are values like any other here: a damaged model gives them, and no warning is due.
+        with np.errstate(all="ignore"):
+            while (entry := self._queue.get()) is not None:
+                for work in entry:
+                    self._run_one(work)
 
     def _run_one(self, work: Work | HostEvent) -> None:
         if isinstance(work, HostEvent):

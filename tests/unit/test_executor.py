@@ -60,7 +60,7 @@ def stored_rows(llm: LLM, kv: SequenceKV, layer: int = 0) -> tuple[np.ndarray, n
     """K, V and whether the tag is right, for each position of a sequence."""
     rows = llm._cache.row_ids(kv, np.arange(kv.length))
     cache = llm._cache.layers[layer]
-    epochs = np.repeat(llm._cache.epochs(kv), llm._cache.page_size)[: kv.length]
+    epochs = np.repeat(kv.epochs, llm._cache.page_size)[: kv.length]
     k, v, tags = (llm._device.download(array) for array in (cache.k, cache.v, cache.tags))
     return k[rows], v[rows], tags[rows] == epochs
 

@@ -97,7 +97,7 @@ class World:
             for oracle in self.live:
                 positions = np.arange(oracle.kv.length)
                 rows = self.cache.row_ids(oracle.kv, positions)
-                epochs = np.repeat(np.array(self.cache.epochs(oracle.kv), np.int64), PAGE_SIZE)[: len(positions)]
+                epochs = np.repeat(np.array(oracle.kv.epochs, np.int64), PAGE_SIZE)[: len(positions)]
                 assert oracle.kv.length == len(oracle.token_ids)
                 assert (tags[rows] == epochs).all()
                 assert k[rows, 0].tolist() == [sign * token for token in oracle.token_ids]
@@ -115,7 +115,7 @@ class World:
             rest = -oracle.kv.length % PAGE_SIZE
             if rest and oracle.kv.owns_tail and self.cache._references[oracle.kv.pages[-1]] == 1:
                 first = oracle.kv.pages[-1] * PAGE_SIZE + oracle.kv.length % PAGE_SIZE
-                assert (tags[:, first : first + rest] != self.cache._epochs[oracle.kv.pages[-1]]).all()
+                assert (tags[:, first : first + rest] != oracle.kv.epochs[-1]).all()
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_fresh_page_has_a_fresh_epoch(world: World) -> None:
     seen: set[int] = set()
     for _ in range(10):
         world.append(oracle, 8)
-        epochs = world.cache.epochs(oracle.kv)
+        epochs = oracle.kv.epochs
         assert seen.isdisjoint(epochs)
         seen.update(epochs)
         world.truncate(oracle, 0)
