@@ -106,5 +106,5 @@ def _complaint(guarded: _Guarded) -> str:
     if behind.any():
         where = f"{int(behind.argmax())} bytes behind the end"
     else:
-        where = f"{GUARD_BYTES - int(before.nonzero()[0][-1])} bytes before the start"
+        where = f"{GUARD_BYTES - int(before.argmax())} bytes before the start"
     return f"wrote outside its arrays: {where} of an allocation of {guarded.num_bytes} bytes"
