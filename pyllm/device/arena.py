@@ -50,6 +50,7 @@ class Arena:
         self._free: dict[int, list[Any]] = {}
         self._retired: deque[tuple[Event, Any]] = deque()
         self._out: dict[int, Any] = {}  # by address
+        self._closed = False
         self.bytes_in_use = 0
         self.high_water = 0
 
@@ -76,10 +77,16 @@ class Arena:
         Raises:
             KeyError: no block that is out begins there (a double release, say).
         """
-        self._retired.append((after, self._out.pop(self._address(array))))
+        address = self._address(array)
+        block = self._out.pop(address, None)
+        if block is not None:
+            self._retired.append((after, block))
+        elif not self._closed:  # after `clear` nothing is out, whoever still gives back
+            raise KeyError(address)
 
     def clear(self) -> None:
-        """Forget every block. Only when no queued work is left."""
+        """Forget every block, for good. Only when no queued work is left."""
+        self._closed = True
         self._free.clear()
         self._retired.clear()
         self._out.clear()

