@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from pyllm.device import Device
 from pyllm.device.emulated import EmulatedDevice
+from pyllm.device.gpu import GpuDevice
 from pyllm.device.host import HostDevice
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.ops.op import Op
@@ -30,6 +32,18 @@ LIVES: dict[str, Callable[[], Device]] = {
     "emulated-32-wmma": lambda: EmulatedLife(32, "wmma"),
     "emulated-64": lambda: EmulatedLife(64, "mfma"),
 }
+
+if os.environ.get("PYLLM_TEST_GPU", "0") not in ("", "0"):  # make test-gpu; without a GPU its tests fail, and say why
+
+    class GpuLife(GpuDevice):
+        """Skips the test at an op that has no kernel."""
+
+        def launch(self, op: Op, *args: Any) -> None:
+            if not self.runs(op):
+                pytest.skip(f"op {op.name} has no kernel")
+            super().launch(op, *args)
+
+    LIVES["gpu"] = lambda: GpuLife(poison=True)
 
 SIZES = (1, 31, 32, 33, 63, 64, 65, 97, 257)
 

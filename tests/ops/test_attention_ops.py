@@ -16,7 +16,6 @@ from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES
 from pyllm.ops.copy_inputs import copy_inputs
 from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
-from pyllm.ops.op import Op
 from pyllm.ops.set_rows import set_rows
 from tests.ops.lives import input_views, on_device
 
@@ -82,8 +81,8 @@ class Case:
             page_epochs=self.epochs,
         )
 
-    def cache(self, device: Device, kv_type: str = "f32") -> LayerCache:
-        """All rows but this ubatch's are in place; every other row is NaN with a foreign tag."""
+    def cache(self, device: Device, kv_type: str = "f32", spoiled: np.ndarray | None = None) -> LayerCache:
+        """All rows but this ubatch's are in place; every other row, and the spoiled ones, are NaN with a foreign tag."""
         storage = KV_TYPES[kv_type]
         num_rows, width = self.num_pages * self.page_size, self.num_kv_heads * self.head_dim
         k, v = (storage.encode(np.full((num_rows, width), np.nan, np.float32)) for _ in range(2))
@@ -93,6 +92,9 @@ class Case:
             rows = self.rows(seq)[:old]
             k[rows], v[rows] = storage.encode(self.k[seq][:old]), storage.encode(self.v[seq][:old])
             tags[rows] = np.repeat(self.epochs[seq], self.page_size)[:old]
+        if spoiled is not None:
+            k[spoiled] = v[spoiled] = storage.encode(np.full(width, np.nan, np.float32))
+            tags[spoiled] = 12
         return LayerCache(on_device(device, k), on_device(device, v), on_device(device, tags), self.page_size, layer=5)
 
     def new_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -249,14 +251,8 @@ def test_stale_rows_are_left_out_and_each_one_is_reported(device: Device, window
     case = Case((65, 30), (1, 9))
     params = AttentionParams(scale=0.25, window=window)
     absent = {0: {0, 50, 63}, 1: {3, 20}}
-    cache = case.cache(device)
     stale = np.concatenate([case.rows(seq)[sorted(positions)] for seq, positions in absent.items()])
-
-    def spoil(tags: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        tags[stale] = 12
-        k[stale] = v[stale] = np.nan  # whatever they hold must not matter
-
-    device.launch(Op("spoil", spoil), cache.tags, cache.k, cache.v)
+    cache = case.cache(device, spoiled=stale)  # whatever the rows hold must not matter
     out, record, _ = run(device, case, params, cache=cache)
     check(device, case, out, params, absent=absent)
     reach = {0: range(0 if not window else 65 - window, 65), 1: range(0, 30)}
