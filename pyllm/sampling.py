@@ -11,6 +11,7 @@ This module does not know when a sequence ends (`max_tokens`, `stop`, `ignore_eo
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from pyllm.errors import SamplingError, UsageError
 from pyllm.sampling_filters import Candidates
 
 _MAX_SEED = 2**64 - 1
+_MAX_BIAS = 10_000.0  # far beyond any logit
+_SHOWN = 80  # characters of a wrong value in a message
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a recent token's logit once per occurrence; 0: off.
         presence_penalty: subtracted from a recent token's logit once; 0: off.
         penalty_last_n: how many of the last tokens the three penalties look at, prompt included; -1: all, 0: none.
-        logit_bias: added to the logits, by token id; -inf forbids a token.
+        logit_bias: added to the logits, by token id; from -10000 to 10000, or -inf, which forbids a token.
         dry_multiplier: strength of the penalty on repeated sequences (DRY); 0: off.
         dry_base: growth of that penalty with each further repeated token, at least 1.
         dry_allowed_length: repeats shorter than this many tokens are free.
@@ -111,7 +114,7 @@ class SamplingParams:
         ):
             self._check_float(name, low, high)
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
+            raise UsageError(f"ignore_eos is {_shown(self.ignore_eos)}, expected True or False")
         for name in ("stop", "dry_sequence_breakers"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -119,13 +122,13 @@ class SamplingParams:
     def _check_int(self, name: str, low: int, high: int = 2**31 - 1) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-            raise UsageError(f"{name} is {value!r}, expected an integer from {low} to {high}")
+            raise UsageError(f"{name} is {_shown(value)}, expected an integer from {low} to {high}")
         object.__setattr__(self, name, int(value))
 
     def _check_float(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
         if not _is_number(value) or not low <= value <= high:
-            raise UsageError(f"{name} is {value!r}, expected a number from {low} to {high}")
+            raise UsageError(f"{name} is {_shown(value)}, expected a number from {low} to {high}")
         object.__setattr__(self, name, float(value))
 
 
@@ -136,7 +139,7 @@ def _is_number(value: Any) -> bool:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-        raise UsageError(f"{name} is {value!r}, expected a text or a list of texts, none of them empty")
+        raise UsageError(f"{name} is {_shown(value)}, expected a text or a list of texts, none of them empty")
     return tuple(texts)
 
 
@@ -145,14 +148,31 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     biases = {}
     try:
         for token_id, bias in dict(value).items():
-            if not _is_number(bias) or math.isnan(bias) or bias == math.inf or int(token_id) < 0:
+            if not _is_number(bias) or not (bias == -math.inf or -_MAX_BIAS <= bias <= _MAX_BIAS):
                 raise ValueError
-            biases[int(token_id)] = float(bias)
+            biases[_token_id(token_id)] = float(bias)
     except (TypeError, ValueError):
         raise UsageError(
-            f"logit_bias is {value!r}, expected token ids with finite numbers or -inf, such as {{42: -1.5}}"
+            f"logit_bias is {_shown(value)}, expected token ids with numbers from {-_MAX_BIAS:.0f} to {_MAX_BIAS:.0f} "
+            "or -inf, such as {42: -1.5}"
         ) from None
     return tuple(sorted(biases.items()))
+
+
+def _token_id(value: Any) -> int:
+    token_id = int(value) if isinstance(value, str) and value.isdecimal() else operator.index(value)
+    if isinstance(value, bool) or token_id < 0:
+        raise ValueError
+    return token_id
+
+
+def _shown(value: object) -> str:
+    """A wrong value, fit for one line of a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no integers of more than 4,300 digits
+        text = f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 @dataclass(frozen=True)

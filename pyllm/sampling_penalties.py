@@ -1,4 +1,8 @@
-"""Changes to logits that depend on the tokens so far. Each works in place on a float64 row."""
+"""Changes to logits that depend on the tokens so far. Each works in place on a float64 row.
+
+Tokens so far may lie beyond the row: a prompt of ids can hold those of padding rows of the embedding, which no row of
+logits shows. There is nothing to change for them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def penalize_tokens(row: np.ndarray, recent: np.ndarray, repetition: float, freq
 
     Source: Keskar et al. 2019, arXiv:1909.05858 (repetition); OpenAI's API reference (frequency, presence).
     """
-    tokens, counts = np.unique(recent, return_counts=True)
+    tokens, counts = np.unique(recent[recent < len(row)], return_counts=True)
     values = row[tokens]
     # Dividing a negative logit would raise it.
     values = np.where(values > 0, values / repetition, values * repetition)
@@ -62,7 +66,7 @@ def penalize_repeats(
     # Ascending, so the longest repeat before a token is the one that the mapping keeps.
     longest = dict(zip(context[places + 1].tolist(), repeats[places].tolist(), strict=True))
     for token, length in longest.items():
-        if token not in breakers:
+        if token < len(row) and token not in breakers:
             row[token] -= multiplier * math.exp(min((length - allowed) * growth, _LARGEST_EXPONENT))
 
 

@@ -60,10 +60,23 @@ def seen(settings: SamplingParams, logits: np.ndarray, draws: int = 300, history
         ("repetition_penalty", 0, "a number from 0.01 to 100"),
         ("frequency_penalty", math.inf, "a number from -100 to 100"),
         ("penalty_last_n", -2, "an integer from -1 to"),
-        ("logit_bias", {"x": 1}, "token ids with finite numbers or -inf"),
-        ("logit_bias", {1: math.nan}, "token ids with finite numbers or -inf"),
-        ("logit_bias", {-1: 1}, "token ids with finite numbers or -inf"),
-        ("logit_bias", 3, "token ids with finite numbers or -inf"),
+        *(
+            ("logit_bias", value, "token ids with numbers from -10000 to 10000 or -inf")
+            for value in (
+                {"x": 1},
+                {1: math.nan},
+                {-1: 1},
+                {1.7: 1},
+                {2.0: 1},
+                {True: 1},
+                {"1.0": 1},
+                {5: 1e308},
+                {5: math.inf},
+                {5: True},
+                {5: 10**50},
+                3,
+            )
+        ),
         ("dry_base", 0.5, "a number from 1 to 100"),
         ("xtc_probability", 1.5, "a number from 0 to 1"),
         ("logprobs", -1, "an integer from 0 to"),
@@ -74,6 +87,22 @@ def test_wrong_settings_are_refused(name: str, value: Any, expected: str) -> Non
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(f"{name} is {value!r}, expected ")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_huge_numbers_are_refused_in_a_short_line(digits: int) -> None:
+    huge = 10**digits
+    for name, value in (
+        ("temperature", huge),
+        ("max_tokens", huge),
+        ("stop", huge),
+        ("ignore_eos", huge),
+        ("logit_bias", {5: -huge}),
+        ("logit_bias", {huge: math.nan}),
+    ):
+        with pytest.raises(UsageError, match=f"{name} is .*, expected ") as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 250
 
 
 def test_settings_take_lists_and_numpy_numbers() -> None:
@@ -252,6 +281,31 @@ def test_penalties_look_at_the_last_n_tokens() -> None:
     assert seen(params(**greedy, penalty_last_n=1), logits, 1, history=(0, 1)) == {0}
     assert seen(params(**greedy, penalty_last_n=0), logits, 1, history=(0,)) == {0}
     assert seen(params(**greedy, penalty_last_n=-1), logits, 1, history=(0,)) == {1}
+
+
+def test_penalties_leave_out_tokens_beyond_the_row() -> None:
+    settings = params(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=1.0, dry_multiplier=1.0, dry_allowed_length=1
+    )
+    assert seen(settings, row(1, 0.9), 1, history=(7, 0, 7)) == {1}
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_strongest_settings_do_not_overflow() -> None:
+    largest = float(np.finfo(np.float32).max)
+    logits = row(largest, largest / 2, -largest, 0.0)
+    for filtered in ({}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}, {"top_n_sigma": 1.0}, {"top_k": 2}):
+        settings = params(
+            **filtered,
+            temperature=1e-320,
+            logit_bias={0: 10_000, 2: -10_000},
+            repetition_penalty=0.01,
+            frequency_penalty=-100,
+            dry_multiplier=100,
+            dry_base=100,
+            logprobs=2,
+        )
+        assert seen(settings, logits, 3, history=(0, 1, 2, 3) * 100)
 
 
 def test_logit_bias() -> None:
