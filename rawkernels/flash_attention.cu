@@ -13,6 +13,8 @@
 // Numerics  tile: K, V, q and weights rounded to f16, sums in f32; split: all f32. A row with a foreign tag is absent:
 //           its K and V are zero and its score is -infinity
 // Defines   KV_TYPE, HEAD_DIM (multiple of 16); GROUP and HEADS (split: query heads per kv head, and per block)
+// Compile   KV_TYPE=0,1,2 HEAD_DIM=64; KV_TYPE=1 HEAD_DIM=80,96,128,256; KV_TYPE=0,1,2 HEAD_DIM=64 GROUP=3 HEADS=3;
+//           KV_TYPE=1 HEAD_DIM=80,96,128,256 GROUP=4 HEADS=4
 #include "common/kv.cuh"
 
 // Where row `position` of a sequence lies, or -1 when its tag is not its page's epoch.

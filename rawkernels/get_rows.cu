@@ -4,6 +4,7 @@
 // Launch    grid (n, ceil(row_elements / (8 * block))), block (128): eight elements per thread
 // Numerics  exact decode; one product with scale
 // Defines   QTYPE
+// Compile   QTYPE=0,1,2,3,8,12,13,14,30
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 

@@ -9,6 +9,8 @@
 //           stored, a barrier publishes them, warps multiply
 // Numerics  f32 sums; vec: f32 products; tile: f16 operands
 // Defines   QTYPE, TOKENS (vec: 1..8), BM and BN (tile)
+// Compile   QTYPE=0,1,2,3,8,12,13,14,30 TOKENS=1; QTYPE=12 TOKENS=8; QTYPE=0,1,2,3,8,12,13,14,30 BM=64 BN=64;
+//           QTYPE=12 BM=128 BN=128
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 

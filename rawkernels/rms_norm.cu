@@ -6,6 +6,7 @@
 // Sync      warps write partial sums; barrier; every thread adds them up in the same order
 // Numerics  f32 sums
 // Defines   HAS_DELTA: 0 leaves delta and the store to x out
+// Compile   HAS_DELTA=0,1
 #include "common/platform.cuh"
 
 KERNEL(256) rms_norm(float* x, const float* RESTRICT delta, const float* RESTRICT w, float* out, float eps,

@@ -5,6 +5,7 @@
 // Launch    rope_table: grid (T), block (128); rope: grid (T, ceil(heads * half / 256)), block (256)
 // Numerics  angles and products in f32; cosf and sinf in full precision, since angles grow to thousands of radians
 // Defines   NEOX: pairs are (i, i + half), else (2i, 2i + 1)
+// Compile   NEOX=0,1
 #include "common/platform.cuh"
 
 KERNEL(128) rope_table(const i32* RESTRICT positions, const float* RESTRICT inv_freq, float* RESTRICT cos_out,

@@ -5,6 +5,7 @@
 // Launch    grid (T), block (256): one block per token
 // Numerics  one rounding to the storage type, to nearest even
 // Defines   KV_TYPE
+// Compile   KV_TYPE=0,1,2
 #include "common/kv.cuh"
 
 KERNEL(256) set_rows(const float* RESTRICT k, const float* RESTRICT v, kv_t* RESTRICT k_cache,

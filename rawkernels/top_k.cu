@@ -8,6 +8,7 @@
 // Sync      bitonic network: a barrier after each exchange step
 // Numerics  values are compared as they are; NaN is below everything and comes out as -infinity
 // Defines   TOP, SORT (power of two), HAS_IDS
+// Compile   TOP=64 SORT=2048 HAS_IDS=0,1
 #include "common/platform.cuh"
 
 // A key that sorts as the float does, NaN lowest.

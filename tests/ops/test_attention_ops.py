@@ -82,7 +82,7 @@ class Case:
         )
 
     def cache(self, device: Device, kv_type: str = "f32", spoiled: np.ndarray | None = None) -> LayerCache:
-        """All rows but this ubatch's are in place; every other row, and the spoiled ones, are NaN with a foreign tag."""
+        """All rows but this ubatch's are in place; all others, and the spoiled ones, are NaN with a foreign tag."""
         storage = KV_TYPES[kv_type]
         num_rows, width = self.num_pages * self.page_size, self.num_kv_heads * self.head_dim
         k, v = (storage.encode(np.full((num_rows, width), np.nan, np.float32)) for _ in range(2))
