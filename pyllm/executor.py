@@ -17,12 +17,17 @@ import numpy as np
 
 from pyllm import faults
 from pyllm.device import Device, Event
+from pyllm.device.base import Graph
 from pyllm.errors import UsageError
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.input_slots import InputRing, InputSlot
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.ops.copy_inputs import copy_inputs
+from pyllm.ops.top_k import scratch_columns, top_k
 from pyllm.workspace import Workspace
+
+CANDIDATES = 64  # logits of a row that come back where the device chooses them: enough for top-k as people use it
+MIN_BUCKET = 256  # rows
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,14 @@ class Segment:
         start: position of the first token.
         token_ids: the tokens.
         num_outputs: how many of the last tokens need logits.
+        whole_rows: False when the CANDIDATES largest logits of each row will do.
     """
 
     seq: SequenceKV
     start: int
     token_ids: Sequence[int]
     num_outputs: int
+    whole_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,32 +125,64 @@ class Step:
         """
         if self._result is None:
             self.done.synchronize()
-            self._result = self._outputs.logits.copy(), faults.entries(self._outputs.record)
+            self._result = self._outputs.logits(), faults.entries(self._outputs.record)
         self._outputs.release()
         return self._result
 
 
 class Outputs:
-    """One pinned buffer for what a ubatch brings back.
+    """One pinned buffer for what a ubatch brings back: the fault record, and logits or the candidates among them.
+
+    Args:
+        num_candidates: 0 for whole rows of logits.
 
     Attributes:
         record: fault record, int32.
-        logits: [num_outputs, vocab_size] float32.
+        arrays: [logits [num_outputs, vocab_size] float32], or values and ids of the candidates.
     """
 
-    def __init__(self, device: Device, num_outputs: int, vocab_size: int) -> None:
+    def __init__(self, device: Device, num_outputs: int, vocab_size: int, num_candidates: int) -> None:
         record_bytes = math.prod(faults.record_shape()) * 4
+        shape = (num_outputs, num_candidates or vocab_size)
+        size = math.prod(shape) * 4
         self._device = device
+        self._vocab_size = vocab_size
         self._released = False
-        self._buffer = device.pinned(record_bytes + num_outputs * vocab_size * 4)
-        self.record = self._buffer.array[:record_bytes].view(np.int32).reshape(faults.record_shape())
-        self.logits = self._buffer.array[record_bytes:].view(np.float32).reshape(num_outputs, vocab_size)
+        self.num_candidates = num_candidates
+        self._buffer = device.pinned(record_bytes + size * (2 if num_candidates else 1))
+        pinned = self._buffer.array
+        self.record = pinned[:record_bytes].view(np.int32).reshape(faults.record_shape())
+        values = pinned[record_bytes : record_bytes + size].view(np.float32).reshape(shape)
+        self.arrays: list[np.ndarray] = [values]
+        if num_candidates:
+            self.arrays.append(pinned[record_bytes + size :].view(np.int32).reshape(shape))
+
+    def logits(self) -> np.ndarray:
+        """A copy, [num_outputs, vocab_size] float32; -infinity for what is not among the candidates."""
+        if not self.num_candidates:
+            return self.arrays[0].copy()
+        values, ids = self.arrays
+        rows = np.full((len(values), self._vocab_size), -np.inf, np.float32)
+        np.put_along_axis(rows, ids, values, axis=1)
+        return rows
 
     def release(self) -> None:
         """Give the buffer back, behind the work that is queued by now. Only the first call does."""
         if not self._released:
             self._released = True
             self._device.release_pinned(self._buffer)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """The model's launches for one bucket of shapes, recorded.
+
+    Attributes:
+        outputs: where they leave their results on the device.
+    """
+
+    graph: Graph
+    outputs: list[Any]
 
 
 class Executor:
@@ -181,6 +220,10 @@ class Executor:
         self._record = device.upload(np.zeros(faults.record_shape(), np.int32))
         self._serial = 0
         self._broke_off = False
+        self._warm: set[tuple[int, ...]] = set()
+        self._captured: dict[tuple[int, ...], CapturedStep] = {}
+        self._captured_at = 0
+        self._outdated: deque[tuple[Event, list[CapturedStep]]] = deque()
         self._inflight = inflight
         self._queued: deque[Event] = deque()
 
@@ -197,7 +240,8 @@ class Executor:
         slot, views = self._ring.acquire()
         self._write_inputs(views, segments)
         slot.seal()
-        outputs = Outputs(self.device, sum(segment.num_outputs for segment in segments), self.model.vocab_size)
+        num_outputs = sum(segment.num_outputs for segment in segments)
+        outputs = Outputs(self.device, num_outputs, self.model.vocab_size, self._num_candidates(segments))
         try:
             with self.device.step():
                 self._queue_inputs(slot)
@@ -219,24 +263,83 @@ class Executor:
         finally:
             slot.read_behind(self.device.record())
 
+    def _num_candidates(self, segments: Sequence[Segment]) -> int:
+        """How many logits of each row to bring back; 0 for all of them."""
+        if not self.device.wants_candidates or any(s.whole_rows for s in segments if s.num_outputs):
+            return 0
+        return min(CANDIDATES, self.model.vocab_size)
+
     def _queue_model(self, segments: Sequence[Segment], outputs: Outputs) -> None:
         counts = [len(segment.token_ids) for segment in segments]
-        num_outputs = len(outputs.logits)
+        longest, most_rows = max(counts), max(s.start + len(s.token_ids) for s in segments)
         batch = Batch(
             inputs=self._inputs,
             num_tokens=sum(counts),
             num_seqs=len(segments),
-            num_outputs=num_outputs,
-            longest=max(counts),
-            most_rows=max(segment.start + len(segment.token_ids) for segment in segments),
+            num_outputs=sum(segment.num_outputs for segment in segments),
+            longest=longest,
+            most_rows=_bucket(most_rows) if longest == 1 else most_rows,
             cache=self.cache,
             workspace=self.workspace,
             record=self._record,
         )
-        logits = self.model.forward(self.device, batch)
-        if num_outputs:
-            self.device.copy_to_pinned(logits, outputs.logits)
+        for source, target in zip(self._run_model(batch, outputs.num_candidates), outputs.arrays, strict=False):
+            self.device.copy_to_pinned(source, target)
         self.device.copy_to_pinned(self._record, outputs.record)
+
+    def _run_model(self, batch: Batch, num_candidates: int) -> list[Any]:
+        """Queue the model's ops; returns device arrays for the outputs.
+
+        A step of single tokens runs as it is the first time, which compiles kernels and sizes buffers; the second time
+        its launches are recorded, and from then on replayed.
+        """
+        if batch.longest > 1 or not self.device.captures:
+            return self._compute(batch, num_candidates)
+        key = (batch.num_seqs, batch.num_outputs, batch.most_rows, num_candidates)
+        self._forget_moved()
+        if key not in self._warm:
+            outputs = self._compute(batch, num_candidates)
+            self._forget_moved()
+            self._warm.add(key)
+            return outputs
+        captured = self._captured.get(key)
+        if captured is None:
+            arrays: list[Any] = []
+            graph = self.device.capture(lambda: arrays.extend(self._compute(batch, num_candidates)))
+            captured = self._captured[key] = CapturedStep(graph, arrays)
+        captured.graph.replay()
+        return captured.outputs
+
+    def _forget_moved(self) -> None:
+        """Drop recordings when a buffer that they name has moved; the graphs stay until the device is done with them."""
+        while self._outdated and self._outdated[0][0].query():
+            self._outdated.popleft()
+        if self._captured_at == self.workspace.num_moves:
+            return
+        if self._captured:
+            self._outdated.append((self.device.record(), list(self._captured.values())))
+        self._captured.clear()
+        self._warm.clear()
+        self._captured_at = self.workspace.num_moves
+
+    def _compute(self, batch: Batch, num_candidates: int) -> list[Any]:
+        logits = self.model.forward(self.device, batch)
+        if not batch.num_outputs:
+            return []
+        if not num_candidates:
+            return [logits]
+        rows, columns = logits.shape
+        array, scratch = batch.workspace.array, (rows, scratch_columns(columns, num_candidates))
+        values, ids = array("top_values", (rows, num_candidates)), array("top_ids", (rows, num_candidates), np.int32)
+        top_k(
+            self.device,
+            logits,
+            array("top_values_scratch", scratch),
+            array("top_ids_scratch", scratch, np.int32),
+            values,
+            ids,
+        )
+        return [values, ids]
 
     def _resynchronise(self) -> None:
         """After a submission that broke off: ask the device how many ubatches it has begun."""
@@ -291,3 +394,8 @@ class Executor:
             views.page_epochs[index, : len(pages)] = segment.seq.epochs
             token, output = token + count, output + len(wanted)
             views.cu_seqlens[index + 1 :] = token
+
+
+def _bucket(num_rows: int) -> int:
+    """The next power of two: steps of one bucket have the same grids, so one recording serves them all."""
+    return max(MIN_BUCKET, 1 << (num_rows - 1).bit_length())

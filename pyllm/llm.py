@@ -71,7 +71,7 @@ class EngineOptions:
 
     ctx_size: int = 4096
     batch_size: int = 2048
-    ubatch_size: int = 512
+    ubatch_size: int | None = None
     kv_type: str = "f16"
     n_seqs: int = 1
     inflight: int | None = None
@@ -83,7 +83,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size"):
             value = getattr(self, name)
-            if value is None and name == "inflight":
+            if value is None and name in ("inflight", "ubatch_size"):
                 continue
             if type(value) is not int or not 1 <= value <= MAX_OPTION:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
@@ -100,7 +100,7 @@ class LLM:
         device: "auto", "gpu" or "cpu".
         ctx_size: tokens that one sequence may hold; at most what the model was trained for.
         batch_size: tokens that may be queued on the device at once.
-        ubatch_size: tokens that run through the model together.
+        ubatch_size: tokens that run through the model together; default: 512 on the CPU, 2,048 on a GPU.
         kv_type: storage of K and V rows, "f16", "f32" or "bf16".
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
@@ -123,7 +123,7 @@ class LLM:
         device: str = "auto",
         ctx_size: int = 4096,
         batch_size: int = 2048,
-        ubatch_size: int = 512,
+        ubatch_size: int | None = None,
         kv_type: str = "f16",
         n_seqs: int = 1,
         *,
@@ -193,7 +193,7 @@ class LLM:
             kv_type,
             options.page_order,
         )
-        ubatch_size = min(options.ubatch_size, self.ctx_size * options.n_seqs)
+        ubatch_size = min(options.ubatch_size or self._device.default_ubatch_size, self.ctx_size * options.n_seqs)
         layout = InputLayout(ubatch_size, options.n_seqs, max_pages)
         inflight = options.inflight or self._device.default_inflight
         ring_depth = options.ring_depth or inflight

@@ -119,6 +119,13 @@ class SamplingParams:
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
+    def chooses_among(self, num_candidates: int) -> bool:
+        """Whether the likeliest `num_candidates` tokens of a row are all that sampling looks at."""
+        whole_row = (self.repetition_penalty != 1, self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        if any((*whole_row, self.dry_multiplier, self.top_n_sigma, self.logprobs)):
+            return False
+        return self.temperature == 0 or 0 < self.top_k <= num_candidates
+
     def _check_int(self, name: str, low: int, high: int = 2**31 - 1) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:

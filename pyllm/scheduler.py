@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
-from pyllm.executor import Executor, Segment, Step
+from pyllm.executor import CANDIDATES, Executor, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache
@@ -254,7 +254,8 @@ class Scheduler:
         start = request.kv.length - count
         reaches_end = request.kv.length == len(request.token_ids)
         num_outputs = count if request.sampler is None else int(reaches_end)
-        return Segment(request.kv, start, request.token_ids[start : start + count], num_outputs)
+        whole_rows = request.params is None or not request.params.chooses_among(CANDIDATES)
+        return Segment(request.kv, start, request.token_ids[start : start + count], num_outputs, whole_rows)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
         """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""

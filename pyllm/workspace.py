@@ -16,10 +16,14 @@ class Workspace:
 
     A buffer that has to grow moves; the old memory goes back to the device behind the work that is queued by then, so
     ubatches in flight keep what they read. Two arrays that are in use at the same time need two names.
+
+    Attributes:
+        num_moves: how often a buffer got an address; while it stays the same, so do all addresses.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.num_moves = 0
         self._buffers: dict[str, Any] = {}
 
     def array(self, name: str, shape: Sequence[int], dtype: Any = np.float32) -> Any:
@@ -30,6 +34,7 @@ class Workspace:
             # In this order: should one of the steps fail, the table never holds memory that was given back.
             outgrown, buffer = buffer, self._device.empty((num_bytes,), np.uint8)
             self._buffers[name] = buffer
+            self.num_moves += 1
             if outgrown is not None:
                 self._device.release(outgrown)
         return buffer[:num_bytes].view(dtype).reshape(shape)

@@ -23,8 +23,14 @@ def open_device(name: str) -> Device:
     """
     if name not in DEVICE_NAMES:
         raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICE_NAMES)}")
-    if name == "gpu":
-        raise DeviceError("this version of pyllm has no GPU kernels yet; use --device cpu")
+    if name in ("gpu", "auto"):
+        from pyllm.device.gpu import GpuDevice
+
+        try:
+            return GpuDevice()
+        except DeviceError:
+            if name == "gpu":
+                raise
     if name == "emulated":
         from pyllm.device.emulated import EmulatedDevice
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pyllm.device import Device
+from pyllm.errors import UnsupportedError
 from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import TransformerConfig
@@ -100,9 +101,29 @@ class Decoder:
         config = TransformerConfig.from_gguf(gguf)
         cls.check(gguf, config)
         cls.feed_forward.check(gguf, config)
+        cls.check_kernels(gguf, config, device)
         cls.attention_params(gguf, config)
         specs = cls.specs(gguf, config)
         return config, cls.read_rope(gguf, config), check_tensors(gguf, device, specs)
+
+    @classmethod
+    def check_kernels(cls, gguf: GGUFModel, config: TransformerConfig, device: Device) -> None:
+        """Refuse what the device has no kernels for."""
+        for op in cls.feed_forward.ops:
+            if not device.runs(op):
+                raise UnsupportedError(f"{gguf.path}: {gguf.architecture} needs {op.name}, which {device.name} lacks")
+        if device.target is None:
+            return
+        if config.key_length != config.value_length or config.key_length % 16 or config.key_length > 256:
+            raise UnsupportedError(
+                f"{gguf.path}: heads of {config.key_length} and {config.value_length} elements; kernels on "
+                f"{device.name} need equal multiples of 16 up to 256"
+            )
+        for key, size in (("embedding_length", config.hidden_size), ("feed_forward_length", config.intermediate_size)):
+            if size % 8:
+                raise UnsupportedError(
+                    f"{gguf.path}: {gguf.arch_key(key)} is {size}; kernels on {device.name} need a multiple of 8"
+                )
 
     # what an architecture may say differently
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pyllm.device import Device
 from pyllm.errors import ModelFileError
@@ -17,15 +17,19 @@ from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import MAX_WIDTH, TransformerConfig
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
-from pyllm.ops.gelu_mul import gelu_mul
-from pyllm.ops.mul_mat_id import mul_mat_id
-from pyllm.ops.route import route
-from pyllm.ops.silu_mul import silu_mul
-from pyllm.ops.weighted_sum import weighted_sum
+from pyllm.ops.gelu_mul import GELU_MUL, gelu_mul
+from pyllm.ops.mul_mat_id import MUL_MAT_ID, mul_mat_id
+from pyllm.ops.op import Op
+from pyllm.ops.route import ROUTE, route
+from pyllm.ops.silu_mul import SILU_MUL, silu_mul
+from pyllm.ops.weighted_sum import WEIGHTED_SUM, weighted_sum
 
 
 class DenseFeedForward:
     """W_down(silu(W_gate h) * (W_up h)): SwiGLU."""
+
+    ops: ClassVar[tuple[Op, ...]] = (SILU_MUL,)
+    """Ops beyond matrix products that a device must be able to run."""
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
         self._gate, self._up, self._down = (
@@ -62,6 +66,8 @@ class DenseFeedForward:
 class GeluFeedForward(DenseFeedForward):
     """The same with the tanh form of GELU: GEGLU."""
 
+    ops = (GELU_MUL,)
+
     @staticmethod
     def activate(device: Device, gate: Any, up: Any) -> None:
         gelu_mul(device, gate, up, gate)
@@ -90,6 +96,8 @@ class ExpertSizes:
 
 class ExpertFeedForward:
     """A mixture of experts: the router picks some for each token, their outputs are added up by its weights."""
+
+    ops: ClassVar[tuple[Op, ...]] = (ROUTE, MUL_MAT_ID, SILU_MUL, WEIGHTED_SUM)
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
         self._sizes = ExpertSizes.from_gguf(gguf, config)
