@@ -1,7 +1,8 @@
-# make demo   on a fresh clone: environment, installation, demo model, an answer
-# make test   on a fresh clone: environment, installation, demo model, all tests
-# make lint   ruff and mypy
-# make clean  remove the environment and all caches of this folder
+# make demo     on a fresh clone: environment, installation, demo model, an answer
+# make test     on a fresh clone: environment, installation, demo model, all tests
+# make lint     ruff and mypy
+# make compile  every kernel for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
+# make clean    remove the environment and all caches of this folder
 #
 # PYTHON=... chooses the interpreter for the environment. PYLLM_OFFLINE=1 skips what needs the demo model, unless it has
 # been fetched before.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint compile clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -25,6 +26,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+compile: $(VENV)/.installed-compile
+	$(BIN)/python -m pyllm.device.compile_check
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -37,6 +41,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml | $(BIN)/pip
 $(VENV)/.installed-dev: setup.cfg pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-compile: setup.cfg pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[compile]'
+	@touch $@
 
 $(BIN)/pip:
 	@for python in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11); do \

@@ -8,6 +8,7 @@ messages at the real file and line. This module compiles nothing; each device do
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -97,6 +98,13 @@ def max_threads(source: str, text: str, entry: str) -> str:
 def display_name(source: str) -> str:
     """What messages call a source."""
     return source if source.endswith(".cu") else f"rawkernels/{source}.cu"
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: pyllm/kernels in the user's cache folder. May not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
+    return root / "pyllm" / "kernels"
 
 
 def digest(*parts: str) -> str:

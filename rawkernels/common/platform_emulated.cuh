@@ -14,8 +14,9 @@ Emulation* pyllm_emulation;  // set by the runtime before the kernel runs
 #define blockDim (pyllm_emulation->block_extent)
 #define gridDim (pyllm_emulation->grid_extent)
 
-// A section of its own: the runtime poisons it as a whole before each block.
-#define SHARED static __attribute__((section("pyllm_shared"), aligned(16)))
+// A section of its own: the runtime poisons it as a whole before each block. `used`, since the compiler would otherwise
+// take what no code writes for zero.
+#define SHARED static __attribute__((section("pyllm_shared"), aligned(16), used))
 #define DYNAMIC_SHARED(type, name) type* const name = reinterpret_cast<type*>(pyllm_emulation->dynamic_shared)
 
 #define BARRIER() pyllm_emulation->barrier()

@@ -161,7 +161,7 @@ def test_compile_errors_name_file_and_line(copier: Throwaway) -> None:
 
 def test_an_error_in_a_header_names_the_header(copier: Throwaway) -> None:
     (copier.folder / "own.cuh").write_text("\n#error nothing here\n")
-    with pytest.raises(DeviceError, match=r"own.cuh:2:\d+: error: #error nothing here"):
+    with pytest.raises(DeviceError, match=r"own.cuh:2:\d+: error: .*nothing here"):
         copier.launch('#include "own.cuh"\nKERNEL(32) probe(i32* out) {}', np.zeros(1, np.int32))
 
 

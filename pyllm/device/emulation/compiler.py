@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pyllm.device.kernel_source import digest
+from pyllm.device.kernel_source import cache_folder, digest
 from pyllm.errors import DeviceError
 
 _COMPILERS = ("g++", "clang++")
@@ -53,7 +53,7 @@ class HostCompiler:
             DeviceError: it does not compile; the message has the first error, with file and line.
         """
         file_name = f"{name}-{digest(text, *_OPTIONS, *options, self.identity)}.so"
-        for folder in (_cache_folder(), _own_folder()):
+        for folder in (cache_folder(), _own_folder()):
             if (folder / file_name).is_file():
                 return folder / file_name
             try:
@@ -61,7 +61,7 @@ class HostCompiler:
             except OSError:
                 continue  # read-only or full
         raise DeviceError(
-            f"there is no folder to compile kernel {name} in: tried {_cache_folder()} and {_own_folder()}; "
+            f"there is no folder to compile kernel {name} in: tried {cache_folder()} and {_own_folder()}; "
             "set XDG_CACHE_HOME to a folder that can be written"
         )
 
@@ -99,12 +99,6 @@ def host_compiler() -> HostCompiler:
             return HostCompiler(path, path + macros.stdout)
     missing = f"CXX={wanted} cannot be run" if wanted else "neither g++ nor clang++ is on the PATH"
     raise DeviceError(f"the emulated device compiles kernels for the host, but {missing}; install g++ (or clang)")
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
-    return root / "pyllm" / "kernels"
 
 
 @cache
