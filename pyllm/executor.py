@@ -311,7 +311,7 @@ class Executor:
         return captured.outputs
 
     def _forget_moved(self) -> None:
-        """Drop recordings when a buffer that they name has moved; the graphs stay until the device is done with them."""
+        """Drop recordings when a buffer that they name has moved. Graphs stay until the device is done with them."""
         while self._outdated and self._outdated[0][0].query():
             self._outdated.popleft()
         if self._captured_at == self.workspace.num_moves:

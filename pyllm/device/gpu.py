@@ -18,6 +18,7 @@ import numpy as np
 
 from pyllm.device.arena import POISON, Arena
 from pyllm.device.base import Device, Event, Graph, PinnedBuffer
+from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.errors import DeviceError
 from pyllm.ops.mul_mat import GPU_TYPES
@@ -147,6 +148,7 @@ class GpuDevice(Device):
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
         self._functions: dict[tuple[str, str, tuple[tuple[str, int], ...]], Any] = {}
+        self._gates: list[Gate] = []
         self._closed = False
 
     # memory
@@ -258,6 +260,13 @@ class GpuDevice(Device):
                 graph = self.stream.end_capture()
         return GpuGraph(graph, self.stream)
 
+    def gate(self) -> Gate:
+        """Test hook: hold all later work back until the gate is opened."""
+        gate = Gate()
+        self._gates.append(gate)
+        self.stream.launch_host_func(lambda _: gate.wait(), None)
+        return gate
+
     def synchronize(self) -> None:
         with device_errors():
             self.stream.synchronize()
@@ -266,6 +275,8 @@ class GpuDevice(Device):
         if self._closed:
             return
         self._closed = True
+        for gate in self._gates:
+            gate.open()
         try:
             self.synchronize()
         finally:

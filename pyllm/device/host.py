@@ -16,7 +16,7 @@ import numpy as np
 
 from pyllm.device.arena import host_arena
 from pyllm.device.base import Device, PinnedBuffer
-from pyllm.device.host_stream import HostEvent, HostStream
+from pyllm.device.host_stream import Gate, HostEvent, HostStream
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
 
@@ -84,6 +84,10 @@ class HostDevice(Device):
     def step(self) -> Iterator[None]:
         with self.stream.batch():
             yield
+
+    def gate(self) -> Gate:
+        """Test hook: hold all later work back until the gate is opened."""
+        return self.stream.gate()
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -33,9 +33,10 @@ def plan_copy_rows(
     source_epoch: int,
     target_epoch: int,
 ) -> list[KernelLaunch]:
-    words = (np.int32(rows.shape[1] * rows.dtype.itemsize // 2) for rows in (cache.k, cache.v))
+    k, v = (rows.view(np.uint16) for rows in (cache.k, cache.v))
+    words = (np.int32(k.shape[1]), np.int32(v.shape[1]))
     epochs = (np.uint32(source_epoch), np.uint32(target_epoch))
-    args = (cache.k, cache.v, cache.tags, *words, np.int64(source_row), np.int64(target_row), *epochs)
+    args = (k, v, cache.tags, *words, np.int64(source_row), np.int64(target_row), *epochs)
     return [KernelLaunch("copy_rows", "copy_rows", (num_rows,), (128,), args)]
 
 

@@ -20,8 +20,8 @@ def fill_rows_ref(cache: LayerCache, first_row: int, num_rows: int, byte: int) -
 
 
 def plan_fill_rows(target: Target, cache: LayerCache, first_row: int, num_rows: int, byte: int) -> list[KernelLaunch]:
-    words = (np.int32(rows.shape[1] * rows.dtype.itemsize // 2) for rows in (cache.k, cache.v))
-    args = (cache.k, cache.v, *words, np.int64(first_row), np.int32(byte))
+    k, v = (rows.view(np.uint16) for rows in (cache.k, cache.v))
+    args = (k, v, np.int32(k.shape[1]), np.int32(v.shape[1]), np.int64(first_row), np.int32(byte))
     return [KernelLaunch("fill_rows", "fill_rows", (num_rows,), (128,), args)]
 
 

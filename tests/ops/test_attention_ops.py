@@ -14,7 +14,10 @@ from pyllm.faults import FaultKind
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES
+from pyllm.ops.clear_tags import clear_tags
 from pyllm.ops.copy_inputs import copy_inputs
+from pyllm.ops.copy_rows import copy_rows
+from pyllm.ops.fill_rows import fill_rows
 from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.set_rows import set_rows
 from tests.ops.lives import input_views, on_device
@@ -345,3 +348,39 @@ def test_an_empty_block_writes_and_reads_no_row(device: Device) -> None:
     assert np.isnan(device.download(cache.k)).all()
     assert (device.download(out) == 3).all()
     assert faults.count(device.download(record)) == 0
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_rows_are_copied_under_a_new_tag_if_their_own_is_right(device: Device, kv_type: str) -> None:
+    case = Case((24,), (8,))
+    cache = case.cache(device, kv_type)
+    source, target = (int(page) * 8 for page in case.page_table[0, :2])
+    tags = device.download(cache.tags)
+    copy_rows(device, cache, source, target, 5, int(tags[source]), 77)
+    stale = source + 2
+    before, after = tags, device.download(cache.tags)
+    assert (after[target : target + 5] == 77).all()
+    assert (after[target + 5 : target + 8] == before[target + 5 : target + 8]).all()
+    k = device.download(cache.k).view(np.uint8)
+    assert (k[target : target + 5] == k[source : source + 5]).all()
+    assert (k[target + 5] != k[source + 5]).any()
+    copy_rows(device, cache, stale, target, 3, 1, 78)  # another tag was expected: the rows become absent
+    assert (device.download(cache.tags)[target : target + 3] == 0).all()
+    assert (device.download(cache.k).view(np.uint8)[target : target + 3] == k[target : target + 3]).all()
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_rows_are_filled_and_tags_cleared_where_asked(device: Device, kv_type: str) -> None:
+    case = Case((24,), (8,))
+    cache = case.cache(device, kv_type)
+    tags, k = device.download(cache.tags), device.download(cache.k).view(np.uint8)
+    fill_rows(device, cache, 3, 7, 0x5A)
+    filled = [device.download(rows).view(np.uint8) for rows in (cache.k, cache.v)]
+    assert all((rows[3:10] == 0x5A).all() for rows in filled)
+    assert (filled[0][:3] == k[:3]).all() and (filled[0][10:] == k[10:]).all()
+    assert (device.download(cache.tags) == tags).all()
+    both = on_device(device, np.stack([tags, tags]))
+    clear_tags(device, both, 2, 5)
+    cleared = device.download(both)
+    assert not cleared[:, 2:7].any()
+    assert (cleared[:, :2] == tags[:2]).all() and (cleared[:, 7:] == tags[7:]).all()

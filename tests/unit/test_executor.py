@@ -16,24 +16,34 @@ from pyllm.faults import Fault, FaultKind
 from pyllm.kv_cache import SequenceKV
 from pyllm.llm import LLM
 from tests.engine import open_engine
+from tests.ops.lives import LIVES
 from tests.refdata import model_path, reference
 
 UBATCH, NUM_UBATCHES, RING_DEPTH = 16, 8, 2
 IDS = reference("llama-a")["n300_tokens"][: UBATCH * NUM_UBATCHES].tolist()
 
 
-@pytest.fixture
-def engines() -> Iterator[list[LLM]]:
+class Engines(list[LLM]):
+    """Engines of one test, on devices of one life."""
+
+    life = "cpu"
+
+
+# Emulated, one of the tiles will do: what is at stake are set_rows, copy_inputs and the tag check.
+@pytest.fixture(params=[life for life in LIVES if life in ("cpu", "emulated-32", "gpu")])
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     """Engines to be closed after the test, its gates open or not."""
-    opened: list[LLM] = []
+    opened = Engines()
+    opened.life = request.param
     yield opened
     for llm in opened:
         llm.close()
 
 
-def engine(engines: list[LLM], hooks: TestHooks | None = None, ring_depth: int = RING_DEPTH) -> LLM:
+def engine(engines: Engines, hooks: TestHooks | None = None, ring_depth: int = RING_DEPTH) -> LLM:
     llm = open_engine(
         model_path("llama-a-f32"),
+        LIVES[engines.life](),
         ubatch_size=UBATCH,
         ctx_size=UBATCH * NUM_UBATCHES,
         page_size=8,
@@ -76,7 +86,7 @@ def all_faults(steps: list[Step]) -> list[list[Fault]]:
     return [step.result()[1] for step in steps]
 
 
-def guarded_run(engines: list[LLM]) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+def guarded_run(engines: Engines) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
     """Rows of the first layer and last logits, with slots used one at a time."""
     llm = engine(engines, ring_depth=1)
     kv, steps = submit_all(llm)
@@ -85,10 +95,10 @@ def guarded_run(engines: list[LLM]) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     return stored_rows(llm, kv), results[-1][0]
 
 
-def test_without_the_wait_rows_are_misplaced_and_every_one_is_caught(engines: list[LLM]) -> None:
+def test_without_the_wait_rows_are_misplaced_and_every_one_is_caught(engines: Engines) -> None:
     right, _ = guarded_run(engines)
     llm = engine(engines, TestHooks(drop_wait=True, enforce=False))
-    gate = llm._device.stream.gate()
+    gate = llm._device.gate()
     kv, steps = submit_all(llm)  # nothing waits: each slot is overwritten three times before the device reads it
     gate.open()
     found = all_faults(steps)
@@ -109,10 +119,10 @@ def test_without_the_wait_rows_are_misplaced_and_every_one_is_caught(engines: li
     assert stale == set(wrong.tolist())
 
 
-def test_without_the_wait_the_checks_keep_wrong_rows_out(engines: list[LLM]) -> None:
+def test_without_the_wait_the_checks_keep_wrong_rows_out(engines: Engines) -> None:
     right, _ = guarded_run(engines)
     llm = engine(engines, TestHooks(drop_wait=True))
-    gate = llm._device.stream.gate()
+    gate = llm._device.gate()
     kv, steps = submit_all(llm)
     gate.open()
     found = all_faults(steps)
@@ -124,10 +134,10 @@ def test_without_the_wait_the_checks_keep_wrong_rows_out(engines: list[LLM]) -> 
     assert (v[written] == right[1][written]).all()
 
 
-def test_with_the_wait_no_row_is_misplaced(engines: list[LLM]) -> None:
+def test_with_the_wait_no_row_is_misplaced(engines: Engines) -> None:
     right, right_logits = guarded_run(engines)
     llm = engine(engines)
-    gate = llm._device.stream.gate()
+    gate = llm._device.gate()
     submitted: list[Step] = []
     result: list[SequenceKV] = []
     thread = threading.Thread(target=lambda: result.append(submit_all(llm, submitted)[0]))
@@ -143,7 +153,7 @@ def test_with_the_wait_no_row_is_misplaced(engines: list[LLM]) -> None:
     assert (results[-1][0] == right_logits).all()
 
 
-def test_views_of_a_slot_cannot_be_written_after_submission(engines: list[LLM]) -> None:
+def test_views_of_a_slot_cannot_be_written_after_submission(engines: Engines) -> None:
     llm = engine(engines)
     ring = llm._executor._ring
     slot, views = ring.acquire()
@@ -156,12 +166,12 @@ def test_views_of_a_slot_cannot_be_written_after_submission(engines: list[LLM]) 
         slot.bytes[0] = 0
 
 
-def test_a_slot_is_free_once_it_is_copied_however_long_the_ubatch_runs(engines: list[LLM]) -> None:
+def test_a_slot_is_free_once_it_is_copied_however_long_the_ubatch_runs(engines: Engines) -> None:
     llm = engine(engines, ring_depth=1)
     forward, gates = llm._executor.model.forward, []
 
     def held(device: HostDevice, batch: Batch) -> object:
-        gates.append(device.stream.gate())  # behind copy_inputs and its event, before the model's ops
+        gates.append(device.gate())  # behind copy_inputs and its event, before the model's ops
         return forward(device, batch)
 
     llm._executor.model.forward = held
@@ -176,11 +186,11 @@ def test_a_slot_is_free_once_it_is_copied_however_long_the_ubatch_runs(engines: 
     assert not any(all_faults(steps))
 
 
-def test_a_slot_without_its_event_comes_back_only_after_a_synchronisation(engines: list[LLM]) -> None:
+def test_a_slot_without_its_event_comes_back_only_after_a_synchronisation(engines: Engines) -> None:
     llm = engine(engines, ring_depth=1)
     ring = llm._executor._ring
     ring.acquire()  # and its submission broke off before an event was recorded
-    gate, acquired = llm._device.stream.gate(), threading.Event()
+    gate, acquired = llm._device.gate(), threading.Event()
     thread = threading.Thread(target=lambda: (ring.acquire(), acquired.set()))
     thread.start()
     assert not acquired.wait(timeout=0.2)
@@ -189,7 +199,7 @@ def test_a_slot_without_its_event_comes_back_only_after_a_synchronisation(engine
     assert acquired.is_set()
 
 
-def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: list[LLM]) -> None:
+def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: Engines) -> None:
     right, right_logits = guarded_run(engines)
     llm = engine(engines)
     forward = llm._executor.model.forward
@@ -212,7 +222,7 @@ def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: list[LLM]) 
     assert (results[-1][0] == right_logits).all()
 
 
-def test_a_failing_op_stops_the_engine(engines: list[LLM]) -> None:
+def test_a_failing_op_stops_the_engine(engines: Engines) -> None:
     llm = engine(engines)
 
     def broken_op() -> None:
@@ -224,7 +234,7 @@ def test_a_failing_op_stops_the_engine(engines: list[LLM]) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 512, 2**40])
-def test_token_ids_out_of_range_are_refused_before_anything_is_queued(engines: list[LLM], bad: int) -> None:
+def test_token_ids_out_of_range_are_refused_before_anything_is_queued(engines: Engines, bad: int) -> None:
     llm = engine(engines)
     kv = llm._cache.new_sequence()
     assert llm._cache.extend(kv, 1)
