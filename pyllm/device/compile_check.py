@@ -8,8 +8,8 @@ header, beside its `Defines`:
 Variants are separated by semicolons; of several values each is combined with each. A source without `Compile` has one
 variant without defines.
 
-NVIDIA: NVRTC, from the wheel nvidia-cuda-nvrtc or a CUDA toolkit, else nvcc. AMD: the hiprtc of an installed ROCm or the
-one that tools/get-hiprtc.sh fetches, else clang with tools/hip_prelude.h, which checks the same source against
+NVIDIA: NVRTC, from the wheel nvidia-cuda-nvrtc or a CUDA toolkit, else nvcc. AMD: the hiprtc of an installed ROCm or
+the one that tools/get-hiprtc.sh fetches, else clang with tools/hip_prelude.h, which checks the same source against
 declarations of our own.
 """
 
