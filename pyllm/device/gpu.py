@@ -121,6 +121,7 @@ class GpuDevice(Device):
 
     Attributes:
         integrated: the GPU shares the host's memory.
+        num_launches: kernels launched one by one, and graphs replayed, so far.
     """
 
     name = "gpu"
@@ -148,6 +149,7 @@ class GpuDevice(Device):
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
         self._functions: dict[tuple[str, str, tuple[tuple[str, int], ...]], Any] = {}
+        self.num_launches = 0
         self._gates: list[Gate] = []
         self._closed = False
 
@@ -227,6 +229,7 @@ class GpuDevice(Device):
         args = tuple(_address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
         grid, block = (_three(extents) for extents in (launch.grid, launch.block))
         function(grid, block, args, shared_mem=launch.shared_bytes)
+        self.num_launches += 1
 
     def _compile(self, launch: KernelLaunch) -> Any:
         # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.

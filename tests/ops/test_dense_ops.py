@@ -33,12 +33,18 @@ def packed_rows(qtype: QuantType, rows: int, row_elements: int) -> np.ndarray:
         return rng.standard_normal((rows, row_elements), np.float32).view(np.uint8)
     packed = rng.integers(0, 256, (rows, row_bytes(qtype, row_elements)), np.uint8)
     values = dequantize(packed, qtype)
-    while not (np.abs(values) < 1e4).all():  # random bits make some scales huge: draw those blocks anew
+    # Random bits make some values huge, and others subnormal, which GPUs flush to zero: draw those blocks anew.
+    while not _is_usual(values).all():
         blocks = packed.reshape(-1, FORMATS[qtype].block_bytes)
-        bad = ~(np.abs(values.reshape(len(blocks), -1)) < 1e4).all(axis=1)
+        bad = ~_is_usual(values.reshape(len(blocks), -1)).all(axis=1)
         blocks[bad] = rng.integers(0, 256, (int(bad.sum()), blocks.shape[1]), np.uint8)
         values = dequantize(packed, qtype)
     return packed
+
+
+def _is_usual(values: np.ndarray) -> np.ndarray:
+    size = np.abs(values)
+    return (size < 1e4) & ((size == 0) | (size >= np.finfo(np.float32).tiny))
 
 
 def weight_on(device: Device, qtype: QuantType, rows: int, row_elements: int) -> tuple[Weight, np.ndarray]:

@@ -223,6 +223,8 @@ def test_a_submission_that_breaks_off_leaves_the_ring_sound(engines: Engines) ->
 
 
 def test_a_failing_op_stops_the_engine(engines: Engines) -> None:
+    if engines.life == "gpu":
+        pytest.skip("what makes a GPU fail takes the whole process with it")
     llm = engine(engines)
 
     def broken_op() -> None:
