@@ -89,15 +89,16 @@ class GpuEvent(Event):
 
 
 class GpuGraph(Graph):
-    """A captured graph and the stream that it runs on."""
+    """A captured graph and the device whose stream it runs on."""
 
-    def __init__(self, graph: Any, stream: Any) -> None:
+    def __init__(self, graph: Any, device: GpuDevice) -> None:
         self._graph = graph
-        self._stream = stream
+        self._device = device
 
     def replay(self) -> None:
         with device_errors():
-            self._graph.launch(self._stream)
+            self._graph.launch(self._device.stream)
+        self._device.num_launches += 1
 
 
 @contextmanager
@@ -261,7 +262,7 @@ class GpuDevice(Device):
                 launches()
             finally:
                 graph = self.stream.end_capture()
-        return GpuGraph(graph, self.stream)
+        return GpuGraph(graph, self)
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""
