@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyllm.device.emulated import EmulatedDevice
-from pyllm.ops.op import KernelLaunch
+import numpy as np
+
+from pyllm.device import Device
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 WAVES = ((32, "mma"), (32, "wmma"), (64, "mfma"))
 
@@ -23,11 +25,16 @@ class Throwaway:
     """
 
     folder: Path
-    device: EmulatedDevice
+    device: Device
+
+    @property
+    def target(self) -> Target:
+        assert self.device.target is not None
+        return self.device.target
 
     @property
     def wave(self) -> int:
-        return self.device.target.warp_size
+        return self.target.warp_size
 
     def launch(
         self,
@@ -41,4 +48,15 @@ class Throwaway:
         """Launch the kernel `probe` of a source that gets the platform's and the tiles' headers."""
         path = self.folder / f"probe{len(list(self.folder.iterdir()))}.cu"  # a device compiles a path once
         path.write_text('#include "common/tile.cuh"\n' + definition)
-        self.device.launch_kernel(KernelLaunch(str(path), "probe", grid, block, args, defines or {}, shared_bytes))
+        launch = KernelLaunch(str(path), "probe", grid, block, args, defines or {}, shared_bytes)
+        self.device.launch(Op("probe", _no_reference, lambda target: [launch]))
+
+    def result(self, definition: str, *args: Any, out: np.ndarray, **options: Any) -> np.ndarray:
+        """Launch a kernel whose last parameter is `out`, and return that."""
+        array = self.device.upload(out)
+        self.launch(definition, *args, array, **options)
+        return self.device.download(array)
+
+
+def _no_reference() -> None:
+    raise AssertionError("a throw-away kernel was run in its NumPy form")
