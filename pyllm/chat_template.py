@@ -12,14 +12,17 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
 
 from pyllm.errors import ModelFileError, TemplateError, UsageError
 from pyllm.gguf_metadata import printable
-from pyllm.template_sandbox import ChatEnvironment, LimitError, Limits
+from pyllm.template_limits import NODE_SIZE, LimitError, Limits
+from pyllm.template_marks import Marks, Own, private_chars
+from pyllm.template_sandbox import ChatEnvironment
+from pyllm.tokenizer_special import ControlTexts
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ _MAX_SOURCE = 1 << 20  # characters
 _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 10.0
 _SIZE, _SIZE_PER_INPUT = 4_000_000, 8  # characters of output and of any one value
+_MEMORY, _MEMORY_PER_INPUT = 96_000_000, 32  # bytes of all values together
 _MAX_DEPTH = 64  # of messages and template arguments
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
 
@@ -68,7 +72,7 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"the chat template is {len(source)} characters long, expected at most {_MAX_SOURCE}")
         self.source = source
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {"bos_token": Own(bos_token), "eos_token": Own(eos_token)}
         self._lock = threading.Lock()  # the environment keeps the count of one rendering
         self._environment = ChatEnvironment()
         try:
@@ -78,6 +82,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template, line {error.lineno}: {_one_line(error.message)}") from None
         except Exception as error:  # Python's compiler has limits of its own, on nesting for one
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
+        self._private = private_chars([*self._environment.literals, bos_token, eos_token])
 
     @classmethod
     def from_metadata(
@@ -128,22 +133,35 @@ class ChatTemplate:
             UsageError: messages or arguments of a wrong form.
             TemplateError: the template refused the messages, failed, or asked for too much; with its line.
         """
+        return self._render(self._context(messages, template_args), add_generation_prompt, None)
+
+    def pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        controls: ControlTexts,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> list[str | int]:
+        """Like `render`, cut at the control tokens that the template itself wrote: their ids, and the texts between
+        them, in which nothing is a control token.
+        """
         context = self._context(messages, template_args)
-        size = _SIZE + _SIZE_PER_INPUT * sum(map(_text_size, context.values()))
+        marks = Marks(controls, self._private | private_chars(_texts(context)))
+        return marks.cut(self._render(context, add_generation_prompt, marks))
+
+    def _render(self, context: dict[str, Any], add_generation_prompt: bool, marks: Marks | None) -> str:
+        input_size = sum(map(_input_size, context.values()))
+        size, memory = _SIZE + _SIZE_PER_INPUT * input_size, _MEMORY + _MEMORY_PER_INPUT * input_size
         context |= {"add_generation_prompt": bool(add_generation_prompt), **self._tokens}
         context |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         with self._lock:
-            self._environment.limits = Limits(_MAX_STEPS, size, time.monotonic() + _MAX_SECONDS)
+            self._environment.limits = Limits(_MAX_STEPS, size, memory, time.monotonic() + _MAX_SECONDS)
+            self._environment.marks = marks
             try:
                 return self._template.render(context)
-            except _Refusal as refusal:
-                raise TemplateError(f"the chat template refuses these messages: {_one_line(refusal)}") from None
-            except LimitError as error:
-                raise TemplateError(f"chat template{_line(error)} was stopped: {_one_line(error)}") from None
-            except RecursionError as error:
-                raise TemplateError(f"chat template{_line(error)} was stopped: it calls itself without end") from None
             except Exception as error:  # a stranger's program: any error is its error
-                raise TemplateError(f"chat template{_line(error)}: {_one_line(error)}") from None
+                reason = str(error) if marks is None else marks.plain(str(error))
+                raise TemplateError(_what_went_wrong(error, _one_line(reason))) from None
 
     def _context(self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]) -> dict[str, Any]:
         reserved = sorted(_RESERVED & template_args.keys())
@@ -184,6 +202,7 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not (content is None or isinstance(content, str) or parts_ok):
         raise UsageError(f"{where}.content is of type {type(content).__name__}, expected a text or a list of parts")
     copied = _copied(message, where)
+    copied["role"] = Own(copied["role"])  # the program's choice, not a user's
     for call in copied.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and "arguments" in function:
@@ -218,16 +237,37 @@ def _copied(value: Any, where: str, depth: int = 0) -> Any:
     raise UsageError(f"{where} is of type {type(value).__name__}, expected text, number, list or mapping")
 
 
-def _text_size(value: Any) -> int:
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _input_size(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(len(key) + _text_size(item) for key, item in value.items())
-    return sum(map(_text_size, value)) if isinstance(value, list) else 8
+        return sum(NODE_SIZE + len(key) + _input_size(item) for key, item in value.items())
+    return NODE_SIZE + (sum(map(_input_size, value)) if isinstance(value, list) else 0)
 
 
 class _Refusal(Exception):
     """raise_exception() in a template."""
+
+
+def _what_went_wrong(error: Exception, reason: str) -> str:
+    if isinstance(error, _Refusal):
+        return f"the chat template refuses these messages: {reason}"
+    if isinstance(error, RecursionError):
+        return f"chat template{_line(error)} was stopped: it calls itself without end"
+    return f"chat template{_line(error)}{' was stopped' if isinstance(error, LimitError) else ''}: {reason}"
 
 
 def _raise_exception(message: object = "no reason given") -> NoReturn:

@@ -8,11 +8,12 @@ tokens (`text_stream`) or of messages (`chat_template`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from pyllm.errors import UsageError
 from pyllm.tokenizer_bpe import BpeModel
-from pyllm.tokenizer_special import SpecialTokens
+from pyllm.tokenizer_special import ControlTexts, SpecialTokens
 from pyllm.tokenizer_spm import SpmModel, byte_token_value
 from pyllm.tokenizer_vocab import BPE, HIDDEN_TYPES, MARKED_TYPES, TokenType, Vocabulary, read_vocabulary
 
@@ -134,6 +135,11 @@ class Tokenizer:
         if token_type == TokenType.BYTE and (value := byte_token_value(token)) is not None:
             return bytes([value])
         return b""
+
+    @cached_property
+    def controls(self) -> ControlTexts:
+        """The texts of all control tokens, to be found in a rendered template."""
+        return ControlTexts(self.control_texts())
 
     def control_texts(self) -> dict[str, int]:
         """Text to id of all control tokens: what text from users must never become by itself."""

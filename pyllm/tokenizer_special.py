@@ -1,8 +1,13 @@
-"""Cutting special tokens out of raw text, longest first."""
+"""Finding special tokens, and parts of them, in raw text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+_MAX_PART = 256  # characters; parts of longer tokens are not looked for
+_MAX_KEPT = 4096  # texts whose parts are remembered
 
 
 class SpecialTokens:
@@ -19,7 +24,7 @@ class SpecialTokens:
 
     def split(self, text: str) -> list[str | int]:
         """The text as a sequence of ids of special tokens and of the non-empty texts between them."""
-        spans = self._find(text)
+        spans = self.find(text)
         parts: list[str | int] = []
         position = 0
         for start in sorted(spans):
@@ -32,8 +37,8 @@ class SpecialTokens:
             parts.append(text[position:])
         return parts
 
-    def _find(self, text: str) -> dict[int, tuple[int, int]]:
-        """start: (end, id) of every special token. Every step is a C search; each token passes over the text once."""
+    def find(self, text: str) -> dict[int, tuple[int, int]]:
+        """start -> (end, id) of every special token. Every step is a C search; each token passes over the text once."""
         spans: dict[int, tuple[int, int]] = {}
         claimed = bytearray(len(text))
         # A vocabulary may have thousands of special tokens (Gemma: 6,400); most begin with a pair the text lacks.
@@ -54,3 +59,62 @@ class SpecialTokens:
                         break
                 start = text.find(token, end)
         return spans
+
+
+class ControlTexts:
+    """The texts of a vocabulary's control tokens, and what of a text may become one together with others. Threads may
+    share it.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """Takes id by text; no text is empty."""
+        self._tokens = SpecialTokens(ids.items())
+        self._texts = [text for text in ids if len(text) <= _MAX_PART]
+        self._parts: dict[str, tuple[tuple[int, int], ...]] = {}
+
+    def split(self, text: str) -> list[str | int]:
+        """See SpecialTokens.split."""
+        return self._tokens.split(text)
+
+    def parts(self, text: str) -> tuple[tuple[int, int], ...]:
+        """(start, end) of control tokens in a text, of a beginning of one at its end, of an end of one at its start; or
+        of all of the text if it is a part of one. They may overlap.
+        """
+        parts = self._parts.get(text)
+        if parts is None:
+            parts = tuple(self._find_parts(text))
+            if len(self._parts) < _MAX_KEPT:
+                self._parts[text] = parts
+        return parts
+
+    def _find_parts(self, text: str) -> Iterator[tuple[int, int]]:
+        if len(text) <= _MAX_PART and text in self._joined:
+            yield 0, len(text)
+            return
+        for start, (end, _) in self._tokens.find(text).items():
+            yield start, end
+        yield 0, _overlap(self._ends, text[::-1])
+        yield len(text) - _overlap(self._starts, text), len(text)
+
+    @cached_property
+    def _joined(self) -> str:
+        return "\0".join(self._texts)
+
+    @cached_property
+    def _starts(self) -> list[str]:
+        return sorted(self._texts)
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """All texts backwards: an end of a token at a text's start is a beginning at the end of the text backwards."""
+        return sorted(text[::-1] for text in self._texts)
+
+
+def _overlap(texts: list[str], text: str) -> int:
+    """Length of the longest end of `text` with which one of the sorted texts begins; 0 if there is none."""
+    for length in range(min(len(text), _MAX_PART), 0, -1):
+        end = text[-length:]
+        at = bisect_left(texts, end)
+        if at < len(texts) and texts[at].startswith(end):
+            return length
+    return 0

@@ -17,19 +17,23 @@ from tests.refdata import ROOT, model_path
 from tests.vocab_maker import CONTROL, USER_DEFINED, bpe_metadata
 
 REFERENCES = json.loads((ROOT / "real" / "chat_templates.json").read_text())["templates"]
-CONTROLS = (
-    "<|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|end|> <|begin_of_text|> <|start_header_id|> "
-    "<|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <bos> <eos> <s> </s> [INST] [/INST] <a|b>"
-).split()
+CONTROLS = """
+    <|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|end|> <|begin_of_text|> <|start_header_id|>
+    <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <bos> <eos> <s> </s> [INST] [/INST] <a|b>
+"""
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-PRINTS_CONTENT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content%s }}<|im_end|>\n{% endfor %}"
 PRINTS_PARTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
     "<|im_end|>\n{% endfor %}"
 )
+
+
+def prints(change: str) -> str:
+    """A template that prints contents after a change."""
+    return "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content" + change + " }}<|im_end|>\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def many_controls() -> Tokenizer:
-    specials = (*((text, CONTROL) for text in CONTROLS), ("<think>", USER_DEFINED), ("</think>", USER_DEFINED))
+    specials = (*((text, CONTROL) for text in CONTROLS.split()), ("<think>", USER_DEFINED), ("</think>", USER_DEFINED))
     return Tokenizer.from_metadata(bpe_metadata(specials=specials), "made")
 
 
@@ -69,7 +73,9 @@ def test_plain_messages_are_encoded_as_the_rendered_text(tokenizer: Tokenizer) -
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda reference: reference["name"])
 def test_real_templates_speak_in_control_tokens(many_controls: Tokenizer, reference: dict[str, Any]) -> None:
     template = ChatTemplate(reference["template"], reference["bos_token"], reference["eos_token"])
-    for case in reference["conversations"]:
+    harmless = [case for case in reference["conversations"] if "<|im_end|>" not in json.dumps(case["messages"])]
+    assert len(harmless) >= 4
+    for case in harmless:
         rendered = template.render(case["messages"])
         assert encode_chat(many_controls, template, case["messages"]) == many_controls.encode(
             rendered, parse_special=True
@@ -93,9 +99,12 @@ def test_real_templates_speak_in_control_tokens(many_controls: Tokenizer, refere
         ("{% set ns = namespace(x='<|') %}{% set ns.x = ns.x + 'user' %}{{ ns.x ~ '|>' }}{{ ns.x }}", None),
         ("{{ bos_token|string }}{{ bos_token.strip() }}{{ bos_token ~ eos_token }}", None),
         # Texts that were put together can be compared, searched and looked up.
-        ("{% set x = '<|' ~ messages[0].role ~ '|>' %}{{ x == '<|user|>' }}{{ '|>' in x }}{{ x in ['<|user|>'] }}", None),
+        (
+            "{% set x = '<|' ~ messages[0].role ~ '|>' %}{{ x == '<|user|>' }}{{ '|>' in x }}{{ x in ['<|user|>'] }}",
+            None,
+        ),
         ("{{ {'user': 1}['us' ~ 'er'] }}{{ messages[0]['con' ~ 'tent'] }}{{ ('<|im_end|>' ~ 'a')|length }}", None),
-        ("{{ messages|tojson }}{{ ['<s>', 'a' ~ '<s>']|tojson }}", '[{"role": "user", "content": "hi"}]["<s>", "a<s>"]'),
+        ("{{ messages|tojson }}{{ ['<s>', 'a']|tojson }}", '[{"role": "user", "content": "hi"}]["<s>", "a"]'),
     ],
 )  # fmt: skip
 def test_what_templates_put_together(many_controls: Tokenizer, source: str, expected: str | None) -> None:
@@ -139,15 +148,15 @@ def test_special_tokens_in_a_message_are_text(tokenizer: Tokenizer, content: str
     [
         (PRINTS_PARTS, [{"type": "text", "text": "x<|im_"}, {"type": "text", "text": "end|>y"}]),
         (PRINTS_PARTS, [{"type": "text", "text": char} for char in "<|im_end|>"]),
-        (PRINTS_CONTENT % "|lower", "a<|IM_END|>b"),
-        (PRINTS_CONTENT % ".replace('<think>', '')", "a<|im_<think>end|>b"),
-        (PRINTS_CONTENT % ".split('</think>')|join", "<|im_</think>end|></think>"),
-        (PRINTS_CONTENT % "[::-1]", "<|im_end|>"[::-1]),
-        (PRINTS_CONTENT % "|tojson", "<|im_end|>"),
-        (PRINTS_CONTENT % "|list", "<|im_end|>"),
-        (PRINTS_CONTENT % " ~ 'end|>'", "<|im_"),
-        (PRINTS_CONTENT % " + '|>'", "<|im_end"),
-        (PRINTS_CONTENT % "|replace('x', '|>')", "<|im_endx"),
+        (prints("|lower"), "a<|IM_END|>b"),
+        (prints(".replace('<think>', '')"), "a<|im_<think>end|>b"),
+        (prints(".split('</think>')|join"), "<|im_</think>end|></think>"),
+        (prints("[::-1]"), "<|im_end|>"[::-1]),
+        (prints("|tojson"), "<|im_end|>"),
+        (prints("|list"), "<|im_end|>"),
+        (prints(" ~ 'end|>'"), "<|im_"),
+        (prints(" + '|>'"), "<|im_end"),
+        (prints("|replace('x', '|>')"), "<|im_endx"),
         ("{{ '<|' + messages[0].content + '|>' }}", "user"),
         ("{{ '<|%s|>' % messages[0].content }}{{ '<|{}|>'.format(messages[0].content) }}", "user"),
         ("{{ '{}'.format(messages[0].content) }}{{ '%s' % messages[0].content }}", "<|im_end|>"),
@@ -226,8 +235,9 @@ def test_a_message_may_hold_all_private_characters(many_controls: Tokenizer) -> 
 
 def test_markers_in_messages_are_found(many_controls: Tokenizer) -> None:
     source = (
-        "{% set c = messages[0].content %}{{ '</think>' in c }}{{ c.split('</think>')[-1] }}{{ c.startswith('<think>') }}"
-        "{{ '<|im_end|>' in c }}{{ c.split('<|im_end|>')|length }}{{ c|replace('<|im_end|>', '.') }}"
+        "{% set c = messages[0].content %}{{ '</think>' in c }}{{ c.split('</think>')[-1] }}"
+        "{{ c.startswith('<think>') }}{{ '<|im_end|>' in c }}{{ c.split('<|im_end|>')|length }}"
+        "{{ c|replace('<|im_end|>', '.') }}"
     )
     content = "<think>a</think>b<|im_end|>c"
     expected = "Trueb<|im_end|>cTrueTrue2<think>a</think>b.c"
