@@ -66,7 +66,7 @@ class EmulatedDevice(HostDevice):
         self.pinned_memory = self._pinned_memory = GuardedArena(poison)
         self._check_guards = check_guards
         self._damaged = False  # has been reported
-        self._kernels: dict[str, EmulatedKernel] = {}
+        self._kernels: dict[tuple[Any, ...], EmulatedKernel] = {}
         self._launches = 0
 
     def release(self, array: np.ndarray) -> None:

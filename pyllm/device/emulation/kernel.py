@@ -15,7 +15,6 @@ import numpy as np
 from pyllm.device.emulation.compiler import host_compiler
 from pyllm.device.kernel_source import (
     define_options,
-    digest,
     display_name,
     expand_file,
     max_threads,
@@ -222,9 +221,9 @@ def runtime() -> ctypes.CDLL:
     return library
 
 
-def variant_key(launch: KernelLaunch) -> str:
+def variant_key(launch: KernelLaunch) -> tuple[str, str, tuple[tuple[str, int], ...]]:
     """The same for launches of the same compiled kernel."""
-    return digest(launch.source, launch.entry, repr(sorted(launch.defines.items())))
+    return launch.source, launch.entry, tuple(sorted(launch.defines.items()))
 
 
 def _extents(values: Sequence[int]) -> Any:
