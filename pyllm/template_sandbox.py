@@ -41,6 +41,7 @@ from pyllm.template_marks import Marks, Own
 _MAX_INT_BITS = 1024
 _MAX_COUNT = 10_000  # of widths, indents and the like, in characters or items
 _NAMESPACE_BYTES = 512
+_MACRO_BYTES = 640
 _LONG_WIDTH = re.compile(r"\d{5}")
 _WIDTH_REFUSED = "it formats with a width that is computed or has more than 4 digits"
 _CHARACTER = re.compile(r"%(\([^)]*\))?[-+ #0-9.]*c")
@@ -72,6 +73,24 @@ _NO_FILTERS = frozenset(
 _COUNTED_FILTERS = frozenset({"center", "indent", "batch", "slice", "round", "tojson"})
 _LOOKING_FILTERS = frozenset({"length", "count", "first", "last", "default", "d"})
 """They make no text and walk through nothing, so their operands need not be measured."""
+_TAKING_APART = frozenset(
+    {
+        "list",
+        "batch",
+        "slice",
+        "map",
+        "select",
+        "reject",
+        "selectattr",
+        "rejectattr",
+        "sort",
+        "unique",
+        "join",
+        "groupby",
+    }
+    | {"min", "max", "title", "wordcount"}
+)
+"""They make a value of each character or word of a text."""
 
 # What passes the characters of a text on, so that their marks are worth keeping; the others change or judge them.
 _PASSING_METHODS = frozenset(["format", "join", "replace", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"])
@@ -162,6 +181,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = (args[0], self._text(args[1]), *args[2:])
             self._check_replace(text, *args)
         elif name == "join" and args:
+            self.limits.fit(NODE_SIZE * len(args[0]) if isinstance(args[0], str) else 0)
             items = list(map(self._text, args[0]))
             self._check_join(text, items)
             return (items,)
@@ -288,6 +308,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if name not in _LOOKING_FILTERS:
                 operands = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str | list | tuple | dict)]
                 self.limits.measure(operands)
+            if name in _TAKING_APART:
+                self.limits.fit(NODE_SIZE * max((len(arg) for arg in args if isinstance(arg, str)), default=0))
             counts = (*args[1:], *kwargs.values()) if name in _COUNTED_FILTERS else ()
             if any(isinstance(count, int) and abs(count) > _MAX_COUNT for count in counts):
                 raise LimitError(f"it uses |{name} with a number over {_MAX_COUNT}")
@@ -372,10 +394,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return type(value)(map(self._plain, value)) if type(value) in (list, tuple) else value
         return self._plain(value)
 
-    def _step(self, value: Any) -> Any:
-        """One round of a loop."""
+    def _step(self, num_macros: int) -> bool:
+        """One round of a loop in which so many macros are made."""
         self.limits.step()
-        return value
+        self.limits.take(_MACRO_BYTES * num_macros)
+        return True
 
 
 def _widest(text: str) -> int:
@@ -411,10 +434,11 @@ def _count_steps(tree: nodes.Template) -> None:
     """Make each loop round and each entry of a macro count, and each test of a loop's `if`."""
     node: Any
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
-        count = _filtered(nodes.Const(True, lineno=node.lineno), _STEP)
+        num_macros = sum(1 for _ in node.find_all((nodes.Macro, nodes.CallBlock)))
+        count = _filtered(nodes.Const(num_macros, lineno=node.lineno), _STEP)
         node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
         if isinstance(node, nodes.For) and node.test is not None:
-            counted = _filtered(nodes.Const(True, lineno=node.lineno), _STEP)
+            counted = _filtered(nodes.Const(0, lineno=node.lineno), _STEP)
             node.test = nodes.And(counted, node.test, lineno=node.lineno)
 
 

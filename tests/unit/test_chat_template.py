@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -236,6 +238,97 @@ def test_too_much_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(TemplateError):
         template.render(HELLO)
     assert time.monotonic() - start < 10
+
+
+CHAIN = (
+    "{%% set ns = namespace(x=0, t='a' * 3900000) %%}{%% for i in range(99999) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+)
+CHAINED = "namespace(a=ns.x, b=%s)"
+FILL_MEMORY = [
+    *(
+        CHAIN % (CHAINED % value)
+        for value in (
+            "'y' * 3900000",
+            "'y' ~ ns.t",
+            "ns.t[i:]",
+            "ns.t|upper",
+            "ns.t.replace('a', 'b')",
+            "[0] * 100000",
+            "([1] * 9999)[:9000]",
+            "dict.fromkeys(range(99999))",
+            "dict(a=dict(b=dict(c={})))",
+            "('a ' * 100000).split(' ')",
+            "('字' * 200000)|list",
+            "range(99999)|map('string')|list",
+            "range(20000)|groupby('real')",
+            "(['\x01' * 90000])|string",
+            "[" + "unknown, " * 9999 + "]",
+            "[" + "i / 3, " * 9999 + "]",
+            "['a'.upper, " + "ns.t.upper, " * 9999 + "]",
+        )
+    ),
+    CHAIN % "ns.x ~ ns.t",
+    CHAIN % "[ns.x] + ['a' * 3000000]",
+    "{% set ns = namespace(x=[]) %}{% for i in range(500) %}{% set ns.x = ns.x + ['a' * 3900000] %}{% endfor %}",
+    CHAIN.replace("{%% set ns.x", "{%% macro m(a) %%}{%% endmacro %%}{%% set ns.x") % (CHAINED % "m"),
+    "{% macro m(d) %}{% set s = 'x' * (3900000 - d) %}{{ m(d + 1) }}{% endmacro %}{{ m(0) }}",
+    "{% macro m(d) %}{% for a in range(99999)|map('string') %}{% if loop.length %}{{ m(d + 1) }}{% endif %}{% endfor %}"
+    "{% endmacro %}{{ m(0) }}",
+    "{{ ('字' * 3000000)|list|length }}",
+    "{{ ('字' * 3000000)|join(',')|length }}",
+    "{{ ('a ' * 1900000)|title|length }}",
+    "{{ ('{0}' * 100000).format('x' * 4000000) }}",
+    "{{ ('{0:9999}' * 400000).format(1) }}",
+    "{{ ('%(a)s' * 100000) % {'a': 'x' * 4000000} }}",
+    "{{ ('%(a)9999d' * 100000) % {'a': 1} }}",
+    "{{ ('%9999d' * 200000)|format(1) }}",
+    "{{ range(99999)|list|tojson(indent=10000) }}",
+    "{{ range(99999)|list|tojson(separators=('x' * 3000000, ':')) }}",
+    "{{ ('\n' * 2000000)|indent(10000, true, true) }}",
+    "{{ ('\n' * 2000000)|indent('x' * 1000000) }}",
+]
+TAKE_TIME = [
+    "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    "{% set a, b = namespace(x=1), namespace(x=1) %}{% for i in range(60) %}{% set a.x = dict(a=a.x, b=a.x) %}"
+    "{% set b.x = dict(a=b.x, b=b.x) %}{% endfor %}{{ a.x == b.x }}",
+    "{% set a, b = namespace(x=1), namespace(x=1) %}{% for i in range(60) %}{% set a.x = [a.x]|batch(99, a.x)|list %}"
+    "{% set b.x = [b.x]|batch(99, b.x)|list %}{% endfor %}{{ a.x == b.x }}",
+    "{{ ([[1]] * 100000)|sum(start=[])|length }}",
+    "{% set x = ('f' * 3900000)|int(base=16) %}{{ x // (x - 1) }}",
+    "{% set ns = namespace(g=['a']) %}{% for i in range(99999) %}{% set ns.g = ns.g|map('string') %}{% endfor %}"
+    "{{ ns.g|list / 0 }}",
+]  # fmt: skip
+MEASURE = """
+import json, resource, sys, time
+from pyllm import chat_template
+from pyllm.errors import TemplateError
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+hello = [{"role": "user", "content": "hi"}]
+chat_template.ChatTemplate("{{ messages }}").render(hello)
+chat_template._MAX_SECONDS = 1
+before = peak()
+for source in json.load(sys.stdin):
+    start = time.monotonic()
+    try:
+        chat_template.ChatTemplate(source).render(hello)
+        print("rendered:", source[:200])
+    except TemplateError:
+        pass
+    if time.monotonic() - start > 4:
+        print("late:", source[:200])
+    if peak() - before > 200:
+        print(peak() - before, "MB:", source[:200])
+        break
+"""
+
+
+@pytest.mark.parametrize("sources", [FILL_MEMORY, TAKE_TIME], ids=["memory", "time"])
+def test_memory_and_time_of_a_hostile_template_are_bounded(sources: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE], input=json.dumps(sources), capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_slow_steps_are_stopped_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
