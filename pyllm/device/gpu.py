@@ -140,7 +140,7 @@ class GpuDevice(Device):
         self.target: Target = find_target(properties, cupy.cuda.runtime.is_hip)
         self.description = f"{properties['name'].decode()} ({self.target.arch})"
         self.integrated = bool(properties.get("integrated", 0))
-        self._graphs = graphs
+        self.graphs = graphs
         self._runtime = cupy.cuda.runtime
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.memory = Arena(self._allocate, lambda array: array.data.ptr, self._fill_device if poison else None)
@@ -253,7 +253,7 @@ class GpuDevice(Device):
 
     @property
     def captures(self) -> bool:
-        return self._graphs
+        return self.graphs
 
     def capture(self, launches: Callable[[], Any]) -> GpuGraph:
         with device_errors(), self.stream:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,10 +15,21 @@ from typing import Any
 import numpy as np
 
 from pyllm.device.arena import host_arena
-from pyllm.device.base import Device, PinnedBuffer
+from pyllm.device.base import Device, Graph, PinnedBuffer
 from pyllm.device.host_stream import Gate, HostEvent, HostStream
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
+
+
+class HostGraph(Graph):
+    """Captured work and the stream that it runs on."""
+
+    def __init__(self, stream: HostStream, work: list[Any]) -> None:
+        self._stream = stream
+        self._work = work
+
+    def replay(self) -> None:
+        self._stream.replay(self._work)
 
 
 class HostDevice(Device):
@@ -29,6 +40,7 @@ class HostDevice(Device):
     """
 
     name = "cpu"
+    description = "cpu"
     default_ubatch_size = 512
     wants_candidates = False  # a row of logits is next door
     default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
@@ -41,6 +53,7 @@ class HostDevice(Device):
         self.memory = host_arena(poison)
         self.pinned_memory = host_arena(poison)
         self.target = None
+        self.graphs = True
         self.weight_types = frozenset(qtype for qtype, form in FORMATS.items() if form.decode)
         self._closed = False
 
@@ -84,6 +97,13 @@ class HostDevice(Device):
     def step(self) -> Iterator[None]:
         with self.stream.batch():
             yield
+
+    @property
+    def captures(self) -> bool:
+        return self.graphs
+
+    def capture(self, launches: Callable[[], Any]) -> HostGraph:
+        return HostGraph(self.stream, self.stream.capture(launches))
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""

@@ -108,6 +108,29 @@ class HostStream:
             self._gathering = None
             self._hand_over(gathered)
 
+    def capture(self, launches: Work) -> list[Work | HostEvent]:
+        """Call `launches`; what it queues is returned, not run."""
+        outer, self._gathering = self._gathering, []
+        try:
+            launches()
+            return self._gathering
+        finally:
+            self._gathering = outer
+
+    def replay(self, recorded: list[Work | HostEvent]) -> None:
+        """Queue captured work.
+
+        Raises:
+            DeviceError: as `enqueue`.
+        """
+        self.check_process()
+        if self._error is not None:
+            raise _failure(self._error)
+        if self._gathering is not None:
+            self._gathering.extend(recorded)
+        else:
+            self._hand_over(recorded)
+
     def gate(self) -> Gate:
         """Test hook: queue a gate that holds all later work back."""
         gate = Gate()

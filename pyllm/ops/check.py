@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from pyllm.errors import ShapeError
@@ -23,13 +24,24 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int | None, ...], d
     Raises:
         ShapeError: naming the op, the argument, what it is and what it must be.
     """
-    fits = len(array.shape) == len(shape) and all(
-        want is None or have == want for have, want in zip(array.shape, shape, strict=True)
-    )
-    if not fits:
+    if len(array.shape) != len(shape) or not _fits(array.shape, shape):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ShapeError(f"{op}: {name} has shape {tuple(array.shape)}, expected ({wanted})")
-    if array.dtype.name not in dtypes:
+    if _dtype_name(array.dtype) not in dtypes:
         raise ShapeError(f"{op}: {name} is {array.dtype.name}, expected {' or '.join(dtypes)}")
     if not array.flags.c_contiguous:
         raise ShapeError(f"{op}: {name} is not C-contiguous")
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    # A loop, not all(): this runs for every array of every launch.
+    for have, want in zip(found, wanted, strict=True):  # noqa: SIM110
+        if want is not None and have != want:
+            return False
+    return True
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    """NumPy puts the name together anew at each access, which takes longer than all the other checks."""
+    return dtype.name

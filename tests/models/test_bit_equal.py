@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pyllm.device.host import HostDevice
+from pyllm.sampling import SamplingParams
 from tests.engine import open_engine
 from tests.refdata import PROMPTS, model_path, reference
 
@@ -65,3 +66,20 @@ def test_repeated_runs_on_used_pages_are_bit_equal() -> None:
         for other in (prompt[:5], prompt[100:250], prompt[::-1]):
             llm.logits(other)
             assert (llm.logits(prompt) == first).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_decode_steps_are_bit_equal(name: str) -> None:
+    """Sampled with a seed, so that any difference in the logits would show."""
+    prompt = reference(name)["n70_tokens"].tolist()
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, top_k=0, top_p=1, min_p=0, seed=3, ignore_eos=True, logprobs=5
+    )
+    answers = []
+    for graphs in (True, False):
+        device = HostDevice(poison=True)
+        device.graphs = graphs
+        with open_engine(model_path(MODELS[name]), device, ctx_size=CTX_SIZE, page_size=PAGE_SIZE) as llm:
+            answers.append([(chunk.token, chunk.top_logprobs) for chunk in llm.generate(prompt, params)])
+            assert bool(llm._executor._captured) == graphs
+    assert answers[0] == answers[1]

@@ -69,8 +69,7 @@ def test_placement_depth_and_graphs_do_not_change_a_bit(device: Device) -> None:
     results = []
     for index, setting in enumerate(settings):
         used = device if index == 0 else type(device)(**_same(device))
-        if hasattr(used, "_graphs"):
-            used._graphs = index != 1
+        used.graphs = index != 1
         options = {"page_size": 16, "ctx_size": 96, "ubatch_size": 32, "kv_type": "f16", **setting}
         with open_engine(model_path("llama-a-f32"), used, **options) as llm:
             length = 3 if device.name == "emulated" else 20

@@ -119,8 +119,8 @@ def test_ctrl_c_at_random_moments() -> None:
             neighbour = llm.generate(PROMPT["n5"], greedy(20))
             found = [next(neighbour).token]
             timer = threading.Timer(rng.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             try:
+                timer.start()
                 tokens(llm.generate(PROMPT["n300"], greedy(32)))
                 while timer.is_alive():
                     time.sleep(0.001)
