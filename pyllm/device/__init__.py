@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+
 from pyllm.device.base import Device, Event, PinnedBuffer
 from pyllm.errors import DeviceError, UsageError
 
@@ -9,13 +12,17 @@ __all__ = ["DEVICE_NAMES", "Device", "Event", "PinnedBuffer", "open_device"]
 
 DEVICE_NAMES = ("auto", "gpu", "cpu", "emulated")
 
+log = logging.getLogger(__name__)
 
-def open_device(name: str) -> Device:
+
+def open_device(name: str, graphs: bool = True) -> Device:
     """Open a device.
 
     Args:
         name: "cpu", "gpu", "emulated" (the GPU's kernels on the CPU: for tests, slow), or "auto": the best one that
-            pyllm can use on this machine.
+            pyllm can use on this machine. Where CuPy is installed and the GPU cannot be used all the same, a logged
+            warning says why.
+        graphs: allow a GPU to replay recorded launches.
 
     Raises:
         UsageError: no such name.
@@ -27,10 +34,12 @@ def open_device(name: str) -> Device:
         from pyllm.device.gpu import GpuDevice
 
         try:
-            return GpuDevice()
-        except DeviceError:
+            return GpuDevice(graphs=graphs)
+        except DeviceError as error:
             if name == "gpu":
                 raise
+            if importlib.util.find_spec("cupy"):
+                log.warning("%s", error)
     if name == "emulated":
         from pyllm.device.emulated import EmulatedDevice
 

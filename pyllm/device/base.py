@@ -66,6 +66,7 @@ class Device(ABC):
 
     Attributes:
         name: "cpu", "gpu" or "emulated"; what error messages call it.
+        description: for people: "cpu", "NVIDIA H200 (sm_90)".
         weight_types: block types that `upload_weight` accepts.
         target: what kernels are compiled for; None where ops run in their reference form.
         default_ubatch_size: tokens that suit the device.
@@ -75,6 +76,7 @@ class Device(ABC):
     """
 
     name: str
+    description: str
     target: Target | None
     default_ubatch_size: int
     wants_candidates: bool

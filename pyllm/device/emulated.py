@@ -21,7 +21,7 @@ from pyllm.device.emulation.kernel import EmulatedKernel, variant_key
 from pyllm.device.host import HostDevice
 from pyllm.errors import DeviceError, UsageError
 from pyllm.ops.mul_mat import GPU_TYPES
-from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
 from pyllm.quants import QuantType
 
 _DEFAULT_SEED = 1
@@ -61,6 +61,7 @@ class EmulatedDevice(HostDevice):
         self._seed = _environment_seed() if seed is None else seed
         super().__init__(poison)
         self.target: Target = Target("host", "host", warp_size, tiles)
+        self.description = f"emulated GPU (waves of {warp_size}, {tiles})"
         self.weight_types = GPU_TYPES
         self.memory = self._memory = GuardedArena(poison)
         self.pinned_memory = self._pinned_memory = GuardedArena(poison)
@@ -90,6 +91,8 @@ class EmulatedDevice(HostDevice):
         if op.plan is None:
             raise DeviceError(f"op {op.name} has no kernel; the emulated device cannot run it")
         for launch in op.plan(self.target, *args):
+            if isinstance(launch, GemmLaunch):
+                raise DeviceError(f"op {op.name} plans a library's product, which is not emulated")
             self.launch_kernel(launch)
 
     def launch_kernel(self, launch: KernelLaunch) -> None:

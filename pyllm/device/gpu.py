@@ -22,7 +22,7 @@ from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.errors import DeviceError
 from pyllm.ops.mul_mat import GPU_TYPES
-from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
 from pyllm.quants import QuantType
 
 STAGING_BYTES = 32 << 20  # of each pinned buffer through which uploads go
@@ -220,7 +220,10 @@ class GpuDevice(Device):
             raise DeviceError(f"op {op.name} has no kernel")
         with device_errors(), self.stream:
             for launch in op.plan(self.target, *args):
-                self._launch_kernel(launch)
+                if isinstance(launch, GemmLaunch):
+                    self._launch_gemm(launch)
+                else:
+                    self._launch_kernel(launch)
 
     def _launch_kernel(self, launch: KernelLaunch) -> None:
         key = (launch.source, launch.entry, tuple(sorted(launch.defines.items())))
@@ -230,6 +233,38 @@ class GpuDevice(Device):
         args = tuple(_address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
         grid, block = (_three(extents) for extents in (launch.grid, launch.block))
         function(grid, block, args, shared_mem=launch.shared_bytes)
+        self.num_launches += 1
+
+    def _launch_gemm(self, launch: GemmLaunch) -> None:
+        """a @ b.T by cuBLAS. It counts in columns: b is a k x n matrix there, a a k x m one, out n x m."""
+        from cupy_backends.cuda.libs import cublas
+
+        (m, k), (n, _) = launch.a.shape, launch.b.shape
+        one, zero = np.array(1, np.float32), np.array(0, np.float32)
+        target = launch.out.data.ptr + 4 * launch.first_column
+        handle = self._cupy.cuda.device.get_cublas_handle()
+        cublas.setStream(handle, self.stream.ptr)
+        cublas.gemmEx(
+            handle,
+            cublas.CUBLAS_OP_T,
+            cublas.CUBLAS_OP_N,
+            n,
+            m,
+            k,
+            one.ctypes.data,
+            launch.b.data.ptr,
+            self._runtime.CUDA_R_16F,
+            k,
+            launch.a.data.ptr,
+            self._runtime.CUDA_R_16F,
+            k,
+            zero.ctypes.data,
+            target,
+            self._runtime.CUDA_R_32F,
+            launch.out.shape[1],
+            cublas.CUBLAS_COMPUTE_32F,
+            cublas.CUBLAS_GEMM_DEFAULT,
+        )
         self.num_launches += 1
 
     def _compile(self, launch: KernelLaunch) -> Any:

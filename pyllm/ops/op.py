@@ -47,6 +47,22 @@ class KernelLaunch:
 
 
 @dataclass(frozen=True)
+class GemmLaunch:
+    """One product by the vendor's library: out[:, first_column : first_column + rows of b] = a @ b.T.
+
+    Attributes:
+        a: [m, k] float16.
+        b: [n, k] float16.
+        out: [m, columns] float32; sums in float32.
+    """
+
+    a: Any
+    b: Any
+    out: Any
+    first_column: int
+
+
+@dataclass(frozen=True)
 class Op:
     """One mathematical step.
 
@@ -59,7 +75,7 @@ class Op:
 
     name: str
     reference: Callable[..., Any]
-    plan: Callable[..., Sequence[KernelLaunch]] | None = None
+    plan: Callable[..., Sequence[KernelLaunch | GemmLaunch]] | None = None
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from pyllm.errors import ShapeError
 from pyllm.ops.add import add
 from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows
-from pyllm.ops.mul_mat import MAX_VEC_TOKENS, mul_mat
+from pyllm.ops.mul_mat import MAX_VEC_TOKENS, mul_mat, scratch_size
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.silu_mul import silu_mul
 from pyllm.ops.softcap import softcap
@@ -54,6 +56,12 @@ def weight_on(device: Device, qtype: QuantType, rows: int, row_elements: int) ->
     return Weight("test", (rows, row_elements), held, array), dequantize(packed, qtype)
 
 
+def multiply(device: Device, x: Any, weight: Weight, out: Any) -> None:
+    """mul_mat with the scratch that it needs."""
+    size = scratch_size(device.target, x.shape[0], weight)
+    mul_mat(device, x, weight, out, device.empty((size,), np.float16) if size else None)
+
+
 def plain_product(device: Device, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     """x @ values.T as a plain implementation computes it: in float32; on devices with kernels, operands of many tokens
     are rounded to f16 for the matrix instructions."""
@@ -68,7 +76,7 @@ def test_mul_mat(device: Device, qtype: QuantType, num_tokens: int) -> None:
     weight, values = weight_on(device, qtype, 97, 512)
     x = random((num_tokens, 512))
     out = device.empty((num_tokens, 97), np.float32)
-    mul_mat(device, on_device(device, x), weight, out)
+    multiply(device, on_device(device, x), weight, out)
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     check_against_float64(device.download(out), exact, plain_product(device, x, values), floor=1e-6)
 
@@ -78,7 +86,7 @@ def test_mul_mat_sizes(device: Device, size: int) -> None:
     weight, values = weight_on(device, QuantType.F32, size, 72)
     x = random((size, 72), 1)
     out = device.empty((size, size), np.float32)
-    mul_mat(device, on_device(device, x), weight, out)
+    multiply(device, on_device(device, x), weight, out)
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     check_against_float64(device.download(out), exact, plain_product(device, x, values), floor=1e-6)
 
@@ -99,7 +107,7 @@ def test_packed_weights_give_what_expanded_ones_give(device: Device) -> None:
     ids, x = np.array([7, 0], np.int32), random((3, 256))
     rows, out = device.empty((2, 256), np.float32), device.empty((3, 8), np.float32)
     get_rows(device, weight, on_device(device, ids), rows)
-    mul_mat(device, on_device(device, x), weight, out)
+    multiply(device, on_device(device, x), weight, out)
     values = dequantize(packed, QuantType.Q4_K)
     assert (device.download(rows) == values[ids]).all()
     check_against_float64(device.download(out), x.astype(np.float64) @ values.T.astype(np.float64), x @ values.T, 1e-6)
