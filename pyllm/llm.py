@@ -30,7 +30,7 @@ from pyllm.gguf_split import open_model
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
 from pyllm.kv_types import kv_type_by_name
-from pyllm.models import load_model
+from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
@@ -97,7 +97,7 @@ class LLM:
 
     Args:
         path: a GGUF file.
-        device: "auto", "gpu" or "cpu".
+        device: "auto" (the GPU where CuPy finds one), "gpu", "cpu", or "emulated" (for tests).
         ctx_size: tokens that one sequence may hold; at most what the model was trained for.
         batch_size: tokens that may be queued on the device at once.
         ubatch_size: tokens that run through the model together; default: 512 on the CPU, 2,048 on a GPU.
@@ -105,6 +105,7 @@ class LLM:
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
+        graphs: on a GPU, record the launches of a decode step and replay them; False launches each kernel by itself.
 
     Attributes:
         tokenizer: of the file.
@@ -128,10 +129,11 @@ class LLM:
         n_seqs: int = 1,
         *,
         inflight: int | None = None,
+        graphs: bool = True,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight)
-        self._open(path, open_device(device), options, progress)
+        self._open(path, open_device(device, graphs), options, progress)
 
     @classmethod
     def with_options(
@@ -178,6 +180,7 @@ class LLM:
 
     def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
+        self._check_memory(gguf, options, np.dtype(kv_type.storage).itemsize)
         model = self._model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
@@ -208,6 +211,17 @@ class LLM:
             self.tokenizer.eog_ids.__contains__,
             self.tokenizer.vocab_size,
         )
+
+    def _check_memory(self, gguf: GGUFModel, options: EngineOptions, element_bytes: int) -> None:
+        """Refuse a context that cannot fit, before anything is read."""
+        config = check_model(gguf, self._device)
+        rows = min(options.ctx_size, config.context_length) * options.n_seqs
+        needed = rows * config.num_layers * (config.num_kv_heads * (config.key_length + config.value_length) + 2)
+        if needed * element_bytes > self._device.memory_bytes:
+            raise DeviceError(
+                f"K/V rows for {rows} tokens need {needed * element_bytes / 1e9:.1f} GB, {self._device.name} has "
+                f"{self._device.memory_bytes / 1e9:.1f} GB; try a smaller context (-c)"
+            )
 
     # text
 
@@ -416,8 +430,13 @@ class LLM:
 
     @property
     def device_name(self) -> str:
-        """The device that was taken."""
+        """The device that was taken: "cpu", "gpu" or "emulated"."""
         return self._device.name
+
+    @property
+    def device_description(self) -> str:
+        """The device for people: "cpu", "NVIDIA H200 (sm_90)"."""
+        return self._device.description
 
     def close(self) -> None:
         """Wait for queued work, then free everything. Calling it twice is harmless."""

@@ -67,6 +67,7 @@ class Device(ABC):
     Attributes:
         name: "cpu", "gpu" or "emulated"; what error messages call it.
         description: for people: "cpu", "NVIDIA H200 (sm_90)".
+        memory_bytes: how much memory the device has in all.
         weight_types: block types that `upload_weight` accepts.
         target: what kernels are compiled for; None where ops run in their reference form.
         default_ubatch_size: tokens that suit the device.
@@ -82,6 +83,7 @@ class Device(ABC):
     wants_candidates: bool
     default_inflight: int
     poison: bool
+    memory_bytes: int
     weight_types: frozenset[QuantType]
 
     # memory

@@ -139,6 +139,7 @@ class GpuDevice(Device):
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
         self.target: Target = find_target(properties, cupy.cuda.runtime.is_hip)
         self.description = f"{properties['name'].decode()} ({self.target.arch})"
+        self.memory_bytes = int(properties["totalGlobalMem"])
         self.integrated = bool(properties.get("integrated", 0))
         self.graphs = graphs
         self._runtime = cupy.cuda.runtime

@@ -5,6 +5,7 @@ Ops run in their reference form. Weights are expanded to float32 when they are l
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,11 @@ from pyllm.device.base import Device, Graph, PinnedBuffer
 from pyllm.device.host_stream import Gate, HostEvent, HostStream
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
+
+
+WEIGHT_SHARE = 0.6  # of the machine's memory
+
+_log = logging.getLogger("pyllm")
 
 
 class HostGraph(Graph):
@@ -36,6 +42,8 @@ class HostDevice(Device):
     """The CPU.
 
     Args:
+        weight_budget: bytes that weights may take as float32; those beyond stay packed and are decoded at each use, which
+            is slower and is said. Default: WEIGHT_SHARE of the machine's memory.
         poison: fill fresh and freed memory with NaN patterns; default: the environment's PYLLM_POISON.
     """
 
@@ -45,7 +53,7 @@ class HostDevice(Device):
     wants_candidates = False  # a row of logits is next door
     default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
 
-    def __init__(self, poison: bool | None = None) -> None:
+    def __init__(self, poison: bool | None = None, weight_budget: int | None = None) -> None:
         if poison is None:
             poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
         self.poison = poison
@@ -54,6 +62,10 @@ class HostDevice(Device):
         self.pinned_memory = host_arena(poison)
         self.target = None
         self.graphs = True
+        self.memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._weight_budget = int(WEIGHT_SHARE * self.memory_bytes) if weight_budget is None else weight_budget
+        self._expanded_bytes = 0
+        self._warned = False
         self.weight_types = frozenset(qtype for qtype, form in FORMATS.items() if form.decode)
         self._closed = False
 
@@ -80,9 +92,20 @@ class HostDevice(Device):
         return array.copy()
 
     def upload_weight(self, data: np.ndarray, qtype: QuantType, shape: Sequence[int]) -> tuple[np.ndarray, QuantType]:
+        size = 4 * math.prod(shape)
+        if qtype != QuantType.F32 and self._expanded_bytes + size > self._weight_budget:
+            self._warn_of_packed_weights()
+            return self.upload(data), qtype
+        self._expanded_bytes += size
         target = self.empty(shape, np.float32)
         dequantize(data, qtype, out=target)
         return target, QuantType.F32
+
+    def _warn_of_packed_weights(self) -> None:
+        if not self._warned:
+            self._warned = True
+            budget = f"{self._weight_budget / 1e9:.1f} GB"
+            _log.warning("weights beyond %s as float32 stay packed and are decoded at each use: slower", budget)
 
     def launch(self, op: Op, *args: Any) -> None:
         self.stream.enqueue(partial(op.reference, *args))

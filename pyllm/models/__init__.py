@@ -8,6 +8,8 @@ from importlib import import_module
 from pyllm.device import Device
 from pyllm.errors import UnsupportedError
 from pyllm.gguf_file import GGUFModel
+from pyllm.gguf_metadata import described
+from pyllm.models.config import TransformerConfig
 from pyllm.models.decoder import Decoder
 
 # Architecture as in general.architecture -> module and class. Modules are imported when a file needs them.
@@ -33,16 +35,16 @@ def load_model(gguf: GGUFModel, device: Device, progress: Callable[[int, int], N
     return _model_class(gguf).load(gguf, device, progress)
 
 
-def check_model(gguf: GGUFModel, device: Device) -> None:
-    """Make the checks of `load_model`, with its errors, and read no weights."""
-    _model_class(gguf).prepare(gguf, device)
+def check_model(gguf: GGUFModel, device: Device) -> TransformerConfig:
+    """Make the checks of `load_model`, with its errors, and read no weights; returns the model's sizes."""
+    return _model_class(gguf).prepare(gguf, device)[0]
 
 
 def _model_class(gguf: GGUFModel) -> type[Decoder]:
     name = gguf.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{gguf.path}: general.architecture is {name!r}; pyllm runs {', '.join(sorted(ARCHITECTURES))}"
+            f"{gguf.path}: general.architecture is {described(name)}; pyllm runs {', '.join(sorted(ARCHITECTURES))}"
         )
     module, class_name = ARCHITECTURES[name]
     return getattr(import_module(module), class_name)

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def mul_mat_ref(x: np.ndarray, weight: Weight, scratch: np.ndarray | None, out: np.ndarray) -> None:
-    matrix = weight.array if weight.qtype == QuantType.F32 else dequantize(weight.array, weight.qtype)
-    np.matmul(x, matrix.T, out=out)
+    if weight.qtype == QuantType.F32:
+        np.matmul(x, weight.array.T, out=out)
+        return
+    rows = max(1, DECODED_AT_ONCE // weight.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        part = dequantize(weight.array[first : first + rows], weight.qtype)
+        out[:, first : first + rows] = x @ part.T
 
+
+DECODED_AT_ONCE = 1 << 20  # elements: what the reference decodes stays in the caches until it is multiplied
 
 GPU_TYPES = frozenset(
     QuantType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyllm.device.host import HostDevice
+from pyllm.errors import DeviceError
 from pyllm.gguf_file import GGUFFile
 from pyllm.models.config import TransformerConfig
 from pyllm.models.gemma3 import Gemma3, slides
 from pyllm.quants import QuantType
 from tests import edited_model
-from tests.engine import open_engine
-from tests.refdata import model_path, reference
+from tests.engine import greedy, open_engine, tokens
+from tests.refdata import model_path, quant_path, quant_reference, reference
 
 F32 = QuantType.F32
 
@@ -72,3 +74,23 @@ def test_final_soft_cap_bounds_the_logits(tmp_path: Path) -> None:
     capped = edited_model.write(source, tmp_path / "capped.gguf", {"gemma3.final_logit_softcapping": 2.0})
     with open_engine(source) as plain, open_engine(capped) as llm:
         assert np.allclose(llm.logits(prompt), 2 * np.tanh(plain.logits(prompt) / 2), atol=1e-5)
+
+
+def test_weights_beyond_the_budget_stay_packed_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    ref = quant_reference("llama-q-Q4_K")
+    device = HostDevice(poison=True, weight_budget=700_000)
+    with open_engine(quant_path("llama-q-Q4_K"), device) as llm:
+        types = {weight.qtype for weight in llm.weights.matrices}
+        assert types == {QuantType.F32, QuantType.Q4_K}
+        assert sum(w.array.nbytes for w in llm.weights.matrices if w.qtype == F32) <= 700_000
+        logits = llm.logits(ref["n70_tokens"].tolist())
+        assert np.abs(logits[-8:] - ref["n70_logits_last8"]).max() < 1e-3
+        assert len(tokens(llm.generate([1, 2, 3], greedy(4)))) == 4
+    assert caplog.text.count("stay packed") == 1
+
+
+def test_a_context_that_cannot_fit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    change = {"llama.context_length": 2**30}
+    path = edited_model.write(model_path("llama-a-f32"), tmp_path / "model.gguf", change)
+    with pytest.raises(DeviceError, match=r"GB.*-c"):
+        open_engine(path, ctx_size=2**30, n_seqs=2**20)
