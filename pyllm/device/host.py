@@ -21,7 +21,6 @@ from pyllm.device.host_stream import Gate, HostEvent, HostStream
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
 
-
 WEIGHT_SHARE = 0.6  # of the machine's memory
 
 _log = logging.getLogger("pyllm")
@@ -42,8 +41,8 @@ class HostDevice(Device):
     """The CPU.
 
     Args:
-        weight_budget: bytes that weights may take as float32; those beyond stay packed and are decoded at each use, which
-            is slower and is said. Default: WEIGHT_SHARE of the machine's memory.
+        weight_budget: bytes that weights may take as float32; those beyond stay packed and are decoded at each use,
+            which is slower and is said. Default: WEIGHT_SHARE of the machine's memory.
         poison: fill fresh and freed memory with NaN patterns; default: the environment's PYLLM_POISON.
     """
 
