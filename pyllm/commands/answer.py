@@ -51,7 +51,7 @@ class Answer:
 
 def introduce(llm: LLM, ctx_size: int | None) -> None:
     """Tell which device was taken, and whether the wanted context was."""
-    note(f"Device: {llm.device_name}")
+    note(f"Device: {llm.device_description}")
     if ctx_size is not None and llm.ctx_size < ctx_size:
         warn(f"the model was trained for {llm.ctx_size} tokens; -c {ctx_size} is cut down to that")
 

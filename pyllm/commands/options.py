@@ -162,20 +162,21 @@ sampling_options = _together(
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine is set up; the names are those of the arguments of `LLM`."""
+    """How the engine is set up; the names are those of the arguments of `LLM`, but for `no_graphs`."""
 
     ctx_size: int | None
     batch_size: int | None
     ubatch_size: int | None
     kv_type: str | None
     device: str
+    no_graphs: bool
 
     def open(self, path: Path) -> LLM:
         """Load the model, with a bar."""
         from pyllm.llm import LLM
 
         with progress_bar("loading") as progress:
-            return LLM(path, progress=progress, **_given(self))
+            return LLM(path, progress=progress, graphs=not self.no_graphs, **_given(self, "no_graphs"))
 
 
 def engine_options(ctx_size: str) -> Callable[[Command], Command]:
@@ -183,9 +184,16 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
     return _together(
         click.option("-c", "--ctx-size", type=SIZE, help=ctx_size),
         click.option("-b", "--batch-size", type=SIZE, help="Tokens queued on the device at once. [default: 2048]"),
-        click.option("-ub", "--ubatch-size", type=SIZE, help="Tokens computed together. [default: 512]"),
+        click.option("-ub", "--ubatch-size", type=SIZE, help="Tokens computed together. [default: 512; on a GPU 2048]"),
         click.option(
             "--kv-type", type=click.Choice(["f32", "f16", "bf16"]), help="Storage of keys and values. [default: f16]"
         ),
-        click.option("--device", type=click.Choice(["auto", "gpu", "cpu"]), default="auto", show_default=True),
+        click.option(
+            "--device",
+            type=click.Choice(["auto", "gpu", "cpu", "emulated"]),
+            default="auto",
+            show_default=True,
+            help="Where to run; auto: on the GPU where CuPy finds one; emulated: for tests, slow.",
+        ),
+        click.option("--no-graphs", is_flag=True, help="On a GPU: launch each kernel by itself, replay no graphs."),
     )

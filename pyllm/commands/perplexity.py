@@ -135,7 +135,7 @@ def _score(options: PerplexityOptions, task: Task, scored: list[WindowScores]) -
     # One ubatch at a time: with large vocabularies, logits take more memory than anything else.
     engine = replace(options.engine, ctx_size=task.windows.shape[1], batch_size=options.engine.batch_size or 1)
     with _base(options, task) as (base, save), engine.open(task.path) as llm:
-        note(f"Device: {llm.device_name}")
+        note(f"Device: {llm.device_description}")
         with progress_bar("perplexity", "window") as progress:
             for window in task.windows:
                 scored.append(score_window(llm, window, task.tokenizer.vocab_size, base, save))

@@ -22,6 +22,7 @@ class FakeLLM:
     trained_for: ClassVar[int] = 8192
     during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
     device_name = "cpu"
+    device_description = "cpu"
     template = None
 
     def __init__(self, path: object, progress: Callable[[int, int], None] | None = None, **options: Any) -> None:

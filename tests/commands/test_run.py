@@ -62,7 +62,7 @@ def test_answer_on_stdout_everything_else_on_stderr(run: Run) -> None:
 def test_defaults_are_those_of_the_engine(run: Run) -> None:
     run("Hi")
     assert FakeLLM.opened.params == SamplingParams(max_tokens=None)
-    assert FakeLLM.opened.options == {"device": "auto"}
+    assert FakeLLM.opened.options == {"device": "auto", "graphs": True}
 
 
 def test_help_tells_the_defaults_of_the_engine() -> None:
@@ -74,7 +74,8 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
     }
     assert told == {name: str(defaults[name]) for name in told}
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
-    assert set(told) == names - {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "device"}
+    elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
+    assert set(told) == names - elsewhere
 
 
 def test_choices_are_those_of_the_engine() -> None:
@@ -130,11 +131,14 @@ def test_logit_biases_that_are_none(run: Run, bias: str) -> None:
 def test_engine_options(run: Run) -> None:
     run("Hi", *["-c", "100", "-b", "64", "-ub", "32", "--kv-type", "f32", "--device", "cpu"])
     expected = {"ctx_size": 100, "batch_size": 64, "ubatch_size": 32, "kv_type": "f32", "device": "cpu"}
+    expected["graphs"] = True
     assert FakeLLM.opened.options == expected
     run(
         "Hi", *["--ctx-size", "100", "--batch-size", "64", "--ubatch-size", "32", "--kv-type", "f32", "--device", "cpu"]
     )
     assert FakeLLM.opened.options == expected
+    run("Hi", "--no-graphs", "--device", "emulated")
+    assert FakeLLM.opened.options == {"device": "emulated", "graphs": False}
 
 
 def test_system_message(run: Run) -> None:

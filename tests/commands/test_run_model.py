@@ -110,7 +110,8 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_what_cannot_run() -> None:
     assert "known: demo" in one_error_line(pyllm("nosuch", "Hello"))
-    assert "GPU" in one_error_line(pyllm(MODEL, "Hello", "--device", "gpu"))
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    assert "--device cpu" in one_error_line(pyllm(MODEL, "Hello", "--device", "gpu", env=hidden))
     assert "temperature" in one_error_line(pyllm(MODEL, "Hello", "--temp", "-1"), status=2)
     too_long = pyllm(MODEL, "--raw", "-c", "8", "a long prompt for so few places")
     assert too_long.returncode == 1 and "the context of 8 has room for 7" in too_long.stderr

@@ -111,7 +111,8 @@ def test_wrong_arguments_are_named(argument: str, value: object) -> None:
         LLM(LLAMA, **{argument: value})
 
 
-def test_a_missing_gpu_is_one_clear_sentence() -> None:
+def test_a_missing_gpu_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # makes its import fail
     with pytest.raises(DeviceError, match="--device cpu"):
         LLM(LLAMA, device="gpu")
 
