@@ -24,7 +24,7 @@ from pyllm import __version__
 from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
-COMMANDS = ("chat", "inspect", "perplexity", "pull", "run", "tokenize")
+COMMANDS = ("chat", "inspect", "kernels", "perplexity", "pull", "run", "tokenize")
 INTERRUPTED = 130
 
 
