@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from pyllm.kernel_check import EMULATED
 from tests.refdata import model_path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-RUNS = {"generate.py": (["Once upon a time"], ""), "chat.py": ([], "Hello\nAnd then?\n\n")}
+LLAMA = model_path("llama-a-f32")
+RUNS = {
+    "chat.py": ([LLAMA], "Hello\nAnd then?\n\n"),
+    "generate.py": ([LLAMA, "Once upon a time"], ""),
+    "kernel_test.py": ([], ""),
+}
 
 
 def test_all_examples_are_listed() -> None:
@@ -22,7 +28,7 @@ def test_all_examples_are_listed() -> None:
 def test_example(name: str) -> None:
     arguments, typed = RUNS[name]
     result = subprocess.run(
-        [sys.executable, EXAMPLES / name, model_path("llama-a-f32"), *arguments],
+        [sys.executable, EXAMPLES / name, *arguments],
         input=typed,
         capture_output=True,
         encoding="utf-8",
@@ -30,6 +36,13 @@ def test_example(name: str) -> None:
         check=True,
     )
     assert len(result.stdout) > 10 and "Traceback" not in result.stderr
+
+
+def test_the_kernel_example_runs_emulated() -> None:
+    shown = subprocess.run(
+        [sys.executable, EXAMPLES / "kernel_test.py"], capture_output=True, encoding="utf-8", timeout=120, check=True
+    )
+    assert [line.split(",")[0] for line in shown.stdout.splitlines()][:9:3] == list(EMULATED)
 
 
 @pytest.mark.demo_model
