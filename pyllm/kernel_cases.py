@@ -261,14 +261,14 @@ def _mul_mat_cases() -> Iterator[Case]:
         yield mul_mat_case(QuantType.F32, size, size, 72)
 
 
-def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int) -> Case:
-    """Tokens times a random weight."""
+def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int, weight: Weight | None = None) -> Case:
+    """Tokens times a weight; a random one by default."""
 
     def arguments(rng: Rng) -> Arguments:
-        weight = random_weight(rng, qtype, rows, row_elements)
-        size = scratch_size(_LIBRARY_TARGET, tokens, weight)
+        matrix = weight or random_weight(rng, qtype, rows, row_elements)
+        size = scratch_size(_LIBRARY_TARGET, tokens, matrix)
         scratch = np.zeros(size, np.float16) if size else None
-        return normal(rng, tokens, row_elements), weight, scratch, unwritten(tokens, rows)
+        return normal(rng, tokens, row_elements), matrix, scratch, unwritten(tokens, rows)
 
     name = f"{qtype.name}, {tokens} x {row_elements} x {rows}"
     rounded = _half_product if tokens > MAX_VEC_TOKENS else None

@@ -9,6 +9,7 @@ import pytest
 
 from pyllm.device import Device
 from pyllm.errors import ShapeError
+from pyllm.kernel_cases import random_weight
 from pyllm.ops.add import add
 from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows
@@ -17,7 +18,7 @@ from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.silu_mul import silu_mul
 from pyllm.ops.softcap import softcap
 from pyllm.ops.take_rows import take_rows
-from pyllm.quants import FORMATS, QuantType, dequantize, row_bytes
+from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 from tests.ops.lives import SIZES, check_against_float64, on_device
 
@@ -29,24 +30,8 @@ def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def packed_rows(qtype: QuantType, rows: int, row_elements: int) -> np.ndarray:
-    """Rows of a type as a file stores them, with scales that are small finite numbers."""
-    rng = np.random.default_rng(int(qtype))
-    if qtype == QuantType.F32:
-        return rng.standard_normal((rows, row_elements), np.float32).view(np.uint8)
-    packed = rng.integers(0, 256, (rows, row_bytes(qtype, row_elements)), np.uint8)
-    values = dequantize(packed, qtype)
-    # Random bits make some values huge, and others subnormal, which GPUs flush to zero: draw those blocks anew.
-    while not _is_usual(values).all():
-        blocks = packed.reshape(-1, FORMATS[qtype].block_bytes)
-        bad = ~_is_usual(values.reshape(len(blocks), -1)).all(axis=1)
-        blocks[bad] = rng.integers(0, 256, (int(bad.sum()), blocks.shape[1]), np.uint8)
-        values = dequantize(packed, qtype)
-    return packed
-
-
-def _is_usual(values: np.ndarray) -> np.ndarray:
-    size = np.abs(values)
-    return (size < 1e4) & ((size == 0) | (size >= np.finfo(np.float32).tiny))
+    """Rows of a type as a file stores them, with values of usual size."""
+    return random_weight(np.random.default_rng(int(qtype)), qtype, rows, row_elements).array.view(np.uint8)
 
 
 def weight_on(device: Device, qtype: QuantType, rows: int, row_elements: int) -> tuple[Weight, np.ndarray]:
@@ -91,6 +76,28 @@ def test_mul_mat_sizes(device: Device, size: int) -> None:
     check_against_float64(device.download(out), exact, plain_product(device, x, values), floor=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_mul_mat_of_tiny_and_huge_values(device: Device, num_tokens: int, scale: float) -> None:
+    weight, values = weight_on(device, QuantType.Q8_0, 33, 512)
+    x = random((num_tokens, 512)) * np.float32(scale)
+    out = device.empty((num_tokens, 33), np.float32)
+    mul_mat(device, on_device(device, x), weight, out)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    check_against_float64(
+        device.download(out) / scale, exact / scale, plain_product(device, x, values) / scale, floor=1e-6
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_get_rows_sizes(device: Device, size: int) -> None:
+    weight, values = weight_on(device, QuantType.Q4_0, size, 8 * 32)
+    ids = np.arange(size, dtype=np.int32)[::-1]
+    out = device.empty((size, 8 * 32), np.float32)
+    get_rows(device, weight, on_device(device, ids), out)
+    assert (device.download(out) == values[ids]).all()
+
+
 @pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=lambda qtype: qtype.name)
 def test_get_rows_is_exact(device: Device, qtype: QuantType) -> None:
     weight, values = weight_on(device, qtype, 33, 256)
@@ -113,14 +120,15 @@ def test_packed_weights_give_what_expanded_ones_give(device: Device) -> None:
     check_against_float64(device.download(out), x.astype(np.float64) @ values.T.astype(np.float64), x @ values.T, 1e-6)
 
 
-def test_take_rows(device: Device) -> None:
-    x, ids = random((33, 65)), np.array([32, 0, 7, 7], np.int32)
-    out = device.empty((4, 65), np.float32)
+@pytest.mark.parametrize("size", SIZES)
+def test_take_rows(device: Device, size: int) -> None:
+    x, ids = random((33, size)), np.array([32, 0, 7, 7], np.int32)
+    out = device.empty((4, size), np.float32)
     take_rows(device, on_device(device, x), on_device(device, ids), out)
     assert (device.download(out) == x[ids]).all()
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e4, 1e12])
 @pytest.mark.parametrize("size", SIZES)
 def test_rms_norm(device: Device, size: int, scale: float) -> None:
     x, weight = random((3, size), 2) * np.float32(scale), random((size,), 3)
@@ -192,8 +200,9 @@ def test_gelu_mul_at_the_ends_of_the_range(device: Device) -> None:
     assert np.allclose(device.download(out), [[0, 0, 0, 0, 50, 1e13]])
 
 
-def test_softcap(device: Device) -> None:
-    x = random((3, 65), 13) * 50
+@pytest.mark.parametrize("size", SIZES)
+def test_softcap(device: Device, size: int) -> None:
+    x = random((3, size), 13) * 50
     out = device.empty(x.shape, np.float32)
     softcap(device, on_device(device, x), 30.0, out)
     exact = 30 * np.tanh(x.astype(np.float64) / 30)
@@ -207,8 +216,15 @@ def test_get_rows_scales(device: Device) -> None:
     assert (device.download(out) == values[[3, 1]] * np.float32(25.3)).all()
 
 
-def test_add(device: Device) -> None:
-    x, y, bias = random((5, 33)), random((5, 33), 1), random((33,), 2)
+def test_softcap_at_the_ends_of_the_range(device: Device) -> None:
+    out = on_device(device, np.array([[-3e38, -1e4, -1e-30, 0, 1e-30, 1e4, 3e38]], np.float32))
+    softcap(device, out, 30.0, out)
+    assert np.allclose(device.download(out), [[-30, -30, 0, 0, 0, 30, 30]])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_add(device: Device, size: int) -> None:
+    x, y, bias = random((5, size)), random((5, size), 1), random((size,), 2)
     out = device.empty(x.shape, np.float32)
     add(device, on_device(device, x), on_device(device, y), out)
     assert (device.download(out) == x + y).all()

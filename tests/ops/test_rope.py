@@ -9,7 +9,7 @@ from pyllm.device import Device
 from pyllm.errors import ShapeError
 from pyllm.models.rope_scaling import RopeScaling, rope_frequencies
 from pyllm.ops.rope import RopePairing, rope, rope_table
-from tests.ops.lives import on_device
+from tests.ops.lives import SIZES, on_device
 
 PLAIN = RopeScaling("none", 1.0, 2048, 1.0)
 
@@ -43,6 +43,21 @@ def test_rope(device: Device, head_dim: int, n_rot: int, pairing: RopePairing) -
     # A float32 angle of 4,095 radians is off by up to 2.5e-4; the rotation cannot be better than its angle.
     assert np.abs(device.download(out) - rotated(x, angle, pairing)).max() < 2e-3
     assert np.abs(device.download(out)[:4] - rotated(x, angle, pairing)[:4]).max() < 2e-5
+
+
+@pytest.mark.parametrize("pairing", list(RopePairing))
+@pytest.mark.parametrize("tokens", SIZES)
+def test_rope_sizes(device: Device, tokens: int, pairing: RopePairing) -> None:
+    x = np.random.default_rng(1).standard_normal((tokens, 2, 64), np.float32)
+    positions = np.arange(tokens, dtype=np.int32)
+    inv_freq = rope_frequencies(48, 10000.0, PLAIN, None).inv_freq
+    cos, sin = (device.empty((tokens, 24), np.float32) for _ in range(2))
+    rope_table(device, on_device(device, positions), on_device(device, inv_freq), 1.0, cos, sin)
+    out = on_device(device, x)
+    rope(device, out, cos, sin, pairing)
+    angle = positions[:, None].astype(np.float64) * inv_freq
+    assert np.abs(device.download(out) - rotated(x, angle, pairing)).max() < 1e-4
+    assert (device.download(out)[:, :, 48:] == x[:, :, 48:]).all()
 
 
 def test_magnitude_scales_both_tables(device: Device) -> None:
