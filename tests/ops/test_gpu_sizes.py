@@ -1,0 +1,60 @@
+"""Ops at the sizes of real models, on a GPU: judged as the cases of `pyllm kernels test`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pyllm.device import Device
+from pyllm.kernel_cases import attention_case, mul_mat_case, random_weight, top_k_case
+from pyllm.kernel_check import Case, check_case
+from pyllm.ops.mul_mat import GPU_TYPES
+from pyllm.quants import QuantType
+from pyllm.weight import Weight
+from tests.ops.lives import LIVES
+
+pytestmark = pytest.mark.skipif("gpu" not in LIVES, reason="sizes of real models are for a GPU (make test-gpu)")
+
+
+@pytest.fixture
+def gpu() -> Iterator[Device]:
+    device = LIVES["gpu"]()
+    yield device
+    device.close()
+
+
+def check(gpu: Device, case: Case) -> None:
+    verdict = check_case(gpu, case, repeats=3)
+    assert verdict.passed, f"{case}: {verdict}"
+
+
+@cache
+def weight(qtype: QuantType) -> Weight:
+    return random_weight(np.random.default_rng(int(qtype)), qtype, 4096, 4096)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 65, 2048])
+@pytest.mark.parametrize("qtype", sorted(GPU_TYPES), ids=lambda qtype: qtype.name)
+def test_mul_mat(gpu: Device, qtype: QuantType, num_tokens: int) -> None:
+    check(gpu, mul_mat_case(qtype, num_tokens, 4096, 4096, weight(qtype)))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (9, 1)], ids=["group of 4", "group of 9"])
+@pytest.mark.parametrize("new", [1, 2048])
+def test_flash_attention(gpu: Device, new: int, num_heads: int, num_kv_heads: int) -> None:
+    check(gpu, attention_case("f16", (8192,), (new,), num_heads, num_kv_heads, 128, page_size=64))
+
+
+def test_flash_attention_of_many_sequences(gpu: Device) -> None:
+    lengths = (8192, 1, 64, 65, 4097, 2048, 33, 8191)
+    check(gpu, attention_case("f16", lengths, (1,) * 8, 8, 2, 128, page_size=64))
+    check(gpu, attention_case("bf16", lengths, (7, 1, 64, 1, 129, 1, 33, 1), 8, 2, 128, page_size=64))
+
+
+@pytest.mark.parametrize("k", [1, 64, 256])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_top_k(gpu: Device, rows: int, k: int) -> None:
+    check(gpu, top_k_case(rows, 151_936, k))
