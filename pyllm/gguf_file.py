@@ -35,6 +35,8 @@ _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 16
 _MAX_ARRAY_ITEMS = 1 << 28
 _MAX_STRINGS = 1 << 22  # together with inner arrays, over the whole header
+_MAX_STRING_BYTES = 1 << 24
+_MAX_VALUE_BYTES = 1 << 28  # of all strings and arrays; a sparse file can promise any number for nothing
 _MAX_KEY_BYTES = 65535
 _MAX_NAME_BYTES = 63  # ggml keeps 64 with the terminator
 _MAX_DIMS = 4
@@ -96,6 +98,7 @@ class _Cursor:
         self.size = len(data)
         self.position = 0
         self.strings = 0
+        self.value_bytes = 0
 
     def fail(self, problem: str, remedy: str = FETCH_AGAIN) -> NoReturn:
         raise ModelFileError(f"{printable(self.path, 4096)}: {problem}; {remedy}")
@@ -168,6 +171,7 @@ class _Cursor:
     def skip_numbers(self, value_type: int, count: int, key: str) -> None:
         num_bytes = count * _NUMBERS[value_type].itemsize
         self.need(num_bytes, printable(key))
+        self.add_bytes(num_bytes, key)
         if value_type == _BOOL and count:
             largest = np.frombuffer(self.data, np.uint8, count, self.position).max()
             if largest > 1:
@@ -177,13 +181,28 @@ class _Cursor:
     def skip_strings(self, count: int, key: str) -> None:
         # The one hot loop of opening a file (262k tokens). NumPy cannot help: each length tells where the next one is.
         data, position, last, length_at = self.data, self.position, self.size - 8, _U64.unpack_from
+        longest = 0
         for _ in range(count):
             if position > last:
                 self.fail(f"{printable(key)} reaches past the end of the file at byte {self.size}")
-            position += 8 + length_at(data, position)[0]
+            length = length_at(data, position)[0]
+            if length > longest:
+                longest = length
+            position += 8 + length
         if position > self.size:
             self.fail(f"a string of {printable(key)} reaches past the end of the file at byte {self.size}")
+        if longest > _MAX_STRING_BYTES:
+            self.refuse_size(f"a string of {printable(key)} is {longest} bytes long", _MAX_STRING_BYTES)
+        self.add_bytes(position - self.position, key)
         self.position = position
+
+    def add_bytes(self, num_bytes: int, key: str) -> None:
+        self.value_bytes += num_bytes
+        if self.value_bytes > _MAX_VALUE_BYTES:
+            self.refuse_size(f"{printable(key)} brings the values to {self.value_bytes} bytes", _MAX_VALUE_BYTES)
+
+    def refuse_size(self, found: str, limit: int) -> NoReturn:
+        self.fail(f"{found}, pyllm accepts at most {limit}", "the file is damaged or not a language model")
 
 
 def _decode_value(data: mmap.mmap, value_type: int, position: int) -> tuple[Any, int]:

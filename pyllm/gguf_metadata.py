@@ -16,12 +16,15 @@ REQUIRED: Any = object()
 
 FETCH_AGAIN = "the download may be cut short or damaged: fetch it again"
 
+_SHOWN = 100  # characters
+
 D = TypeVar("D")
 
 
 def printable(text: object, limit: int = 80) -> str:
     """Text from a file, fit for one line of an error message."""
-    escaped = str(text).encode("unicode_escape").decode("ascii") if not str(text).isprintable() else str(text)
+    shown = (text if isinstance(text, str) else str(text))[: limit + 1]  # cut first: a file's text may be long
+    escaped = shown if shown.isprintable() else shown.encode("unicode_escape").decode("ascii")
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 
@@ -155,7 +158,7 @@ class TypedMetadata:
 
     def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
         raise ModelFileError(
-            f"{printable(self.path, 4096)}: {printable(key)} is {_described(value)}, expected {expected}; "
+            f"{printable(self.path, 4096)}: {printable(key)} is {described(value)}, expected {expected}; "
             "the file is damaged or was converted wrongly: fetch or convert it again"
         )
 
@@ -170,12 +173,13 @@ class TypedMetadata:
             self._refuse(key, value, f"{length} values")
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """A metadata value, fit for one line of an error message: arrays by their length and type."""
     if isinstance(value, np.ndarray):
         return f"an array of {len(value)} {value.dtype.name} values"
     if isinstance(value, list):
         return f"an array of {len(value)} {'strings' if value and isinstance(value[0], str) else 'arrays'}"
-    return printable(repr(value))
+    return printable(repr(value[:_SHOWN] if isinstance(value, str) else value))
 
 
 def _fits(values: np.ndarray, dtype: np.dtype) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
-from pyllm.gguf_metadata import TypedMetadata
+from pyllm.gguf_metadata import TypedMetadata, described
 from pyllm.tokenizer_pre import DEFAULT_PRE, PRE_TOKENIZERS
 
 BPE, SPM = "gpt2", "llama"
@@ -191,7 +191,7 @@ def _kind(keys: _Keys, source: str) -> str:
     kind = keys.get_str(keys.key("model"))
     if kind not in _KINDS:
         known = ", ".join(f"{name} ({meaning})" for name, meaning in _KINDS.items())
-        raise UnsupportedError(f"{source}: {keys.key('model')} is {kind!r}; pyllm reads {known}")
+        raise UnsupportedError(f"{source}: {keys.key('model')} is {described(kind)}; pyllm reads {known}")
     return kind
 
 
@@ -206,7 +206,7 @@ def _pre_tokenizer(keys: _Keys, source: str) -> str:
         return DEFAULT_PRE
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(f"{source}: {keys.key('pre')} is {pre!r}; pyllm reads {known}")
+        raise UnsupportedError(f"{source}: {keys.key('pre')} is {described(pre)}; pyllm reads {known}")
     return pre
 
 
@@ -225,7 +225,9 @@ def _check_texts(texts: list[str], key: str, source: str) -> None:
     except (TypeError, UnicodeEncodeError):
         for i, text in enumerate(texts):
             if not isinstance(text, str) or any(0xD800 <= ord(char) < 0xE000 for char in text):
-                raise ModelFileError(f"{source}: {key}[{i}] is {text!r}, expected a string of valid UTF-8") from None
+                raise ModelFileError(
+                    f"{source}: {key}[{i}] is {described(text)}, expected a string of valid UTF-8"
+                ) from None
 
 
 def _types(keys: _Keys, source: str, vocab_size: int) -> list[int]:

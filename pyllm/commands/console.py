@@ -31,7 +31,9 @@ def without_controls(text: str) -> str:
 
 def one_line(text: str, limit: int = _MAX_LINE) -> str:
     """The text as one line of printable characters, shortened to `limit`."""
-    shown = "".join(char if char.isprintable() else _escaped(char) for char in text[: limit + 1])
+    shown = text[: limit + 1]
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else _escaped(char) for char in shown)
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 

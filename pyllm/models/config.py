@@ -8,6 +8,7 @@ import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFModel
+from pyllm.gguf_metadata import described
 
 # Far above any model; they keep a damaged file from asking for absurd amounts of memory or time.
 MAX_LAYERS = 4096
@@ -118,8 +119,18 @@ def refuse_keys(gguf: GGUFModel, keys: dict[str, str]) -> None:
 
     Raises:
         UnsupportedError: naming file, key and value.
+        ModelFileError: the value is not an integer or an array of integers.
     """
     for suffix, meaning in keys.items():
         key = gguf.arch_key(suffix)
-        if key in gguf.metadata and np.any(np.asarray(gguf.metadata[key]) != 0):
-            raise UnsupportedError(f"{gguf.path}: {key} is {gguf.metadata[key]}; pyllm does not run {meaning} yet")
+        if _is_set(gguf, key):
+            raise UnsupportedError(
+                f"{gguf.path}: {key} is {described(gguf.metadata[key])}; pyllm does not run {meaning} yet"
+            )
+
+
+def _is_set(gguf: GGUFModel, key: str) -> bool:
+    """Whether an integer, stored once or per layer, is other than 0."""
+    if isinstance(gguf.metadata.get(key), np.ndarray):
+        return bool(gguf.get_array(key, np.int64).any())
+    return bool(gguf.get_int(key, 0))

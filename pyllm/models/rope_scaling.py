@@ -13,6 +13,7 @@ import numpy as np
 
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFModel
+from pyllm.gguf_metadata import described
 from pyllm.models.config import TransformerConfig
 from pyllm.quants import dequantize
 
@@ -60,7 +61,8 @@ class RopeScaling:
         kind = gguf.get_str(gguf.arch_key("rope.scaling.type"), "linear")
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedError(
-                f"{gguf.path}: {gguf.arch_key('rope.scaling.type')} is {kind!r}; pyllm knows none, linear and yarn"
+                f"{gguf.path}: {gguf.arch_key('rope.scaling.type')} is {described(kind)}; "
+                "pyllm knows none, linear and yarn"
             )
         factor = gguf.get_float(gguf.arch_key("rope.scaling.factor"), 0.0, minimum=0.0, maximum=1e6)
         if not factor:  # an older name of the same key

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pyllm.device import Device
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFModel, TensorInfo
+from pyllm.gguf_metadata import printable
 from pyllm.quants import dequantize
 from pyllm.weight import Weight
+
+_OF_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ def check_tensors(gguf: GGUFModel, device: Device, specs: Iterable[TensorSpec]) 
     """Find the tensors of a model in its file.
 
     Raises:
-        ModelFileError: a tensor is missing or has another shape.
+        ModelFileError: a tensor is missing or has another shape; or the file has more blocks than it says.
         UnsupportedError: a block type that the device cannot hold.
     """
+    specs = list(specs)
+    _check_blocks(gguf, {spec.name for spec in specs})
     return [(spec, info) for spec in specs if (info := _check(gguf, device, spec)) is not None]
 
 
@@ -107,6 +113,19 @@ def upload_weights(
         if progress is not None:
             progress(done, total)
     return Weights(matrices, vectors)
+
+
+def _check_blocks(gguf: GGUFModel, known: Collection[str]) -> None:
+    """Refuse tensors of blocks behind the last one. Left out silently, they would leave a model that talks nonsense."""
+    key = gguf.arch_key("block_count")
+    num_blocks = gguf.get_int(key)
+    for name in gguf.tensors:
+        block = _OF_BLOCK.match(name)
+        if block and int(block[1]) >= num_blocks and name not in known:
+            raise ModelFileError(
+                f"{gguf.path}: there is a tensor {printable(name)}, but {key} is {num_blocks}; "
+                "the file is damaged or was converted wrongly: fetch or convert it again"
+            )
 
 
 def _check(gguf: GGUFModel, device: Device, spec: TensorSpec) -> TensorInfo | None:

@@ -10,7 +10,9 @@ import pytest
 
 from pyllm.device.host import HostDevice
 from pyllm.errors import ModelFileError, PyllmError, UnsupportedError
+from pyllm.gguf_file import GGUFFile
 from pyllm.llm import LLM, EngineOptions
+from pyllm.models.config import refuse_keys
 from pyllm.quants import QuantType
 from tests import edited_model
 from tests.engine import greedy, open_engine, tokens
@@ -50,6 +52,42 @@ def test_unsupported(tmp_path: Path, metadata: dict[str, Any], words: list[str])
     message = refused(edited_model.write(LLAMA, tmp_path / "model.gguf", metadata), expected)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (8, UnsupportedError, "llama.expert_count is 8; pyllm"),
+        (np.full(100, 12345678), UnsupportedError, "is an array of 100 int64 values; pyllm"),
+        (["x" * 1_000_000] + [""] * 3000, ModelFileError, "is an array of 3001 strings, expected an integer"),
+        ([np.ones(1, np.int32), np.ones(3, np.int32)], ModelFileError, "is an array of 2 arrays, expected an integer"),
+        (np.array([np.nan]), ModelFileError, "is an array of 1 float64 values, expected an array of numbers"),
+        ("a\nb" * 1_000_000, ModelFileError, "is 'a\\nba"),
+        (0.5, ModelFileError, "is 0.5, expected an integer"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_keys_that_must_be_zero(value: Any, error: type[PyllmError], words: str) -> None:
+    gguf = GGUFFile(LLAMA)
+    gguf.metadata = {**gguf.metadata, "llama.expert_count": value}  # type: ignore[assignment]
+    with pytest.raises(error) as raised:
+        refuse_keys(gguf, {"expert_count": "experts"})
+    assert words in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
+    for zero in (0, np.zeros(5, np.int32)):
+        gguf.metadata = {**gguf.metadata, "llama.expert_count": zero}  # type: ignore[assignment]
+        refuse_keys(gguf, {"expert_count": "experts"})
+
+
+def test_blocks_behind_the_last_one(tmp_path: Path) -> None:
+    message = refused(edited_model.write(LLAMA, tmp_path / "a.gguf", {"llama.block_count": 3}), ModelFileError)
+    assert "there is a tensor blk.3." in message and "llama.block_count is 3" in message
+    vector = (F32, np.ones(8, np.float32))
+    names = ("rope_freqs.weight.extra", "cls.weight", "dense_2.weight", "blk.4.unknown.weight", "blk.x.weight")
+    with open_engine(edited_model.write(LLAMA, tmp_path / "b.gguf", None, dict.fromkeys(names, vector))) as llm:
+        assert len(tokens(llm.generate([1, 2], greedy(2)))) == 2
+    for name in ("blk.5.x.weight", "blk.99999999999999999999.x.weight"):
+        path = edited_model.write(LLAMA, tmp_path / "c.gguf", None, {name: vector})
+        assert f"there is a tensor {name}, but llama.block_count is 5" in refused(path, ModelFileError)
 
 
 @pytest.mark.parametrize(

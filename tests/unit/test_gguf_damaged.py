@@ -16,6 +16,7 @@ import pytest
 
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFFile
+from pyllm.gguf_metadata import described, printable
 from pyllm.quants import QuantType
 
 sys.path.append(str(Path(__file__).parents[1]))  # for helper modules in tests/
@@ -223,6 +224,36 @@ def test_too_long_array(tmp_path):
     path = write(tmp_path / "long.gguf", gguf([array_pair("k", UINT8, [], (1 << 28) + 1)]))
     os.truncate(path, 1 << 29)  # sparse
     assert "the length of k is 268435457, pyllm accepts at most 268435456" in refusal(path)
+
+
+def sparse(path: Path, value_type: int, length: bytes, num_bytes: int) -> Path:
+    """A file with a value of so many zero bytes, which take no room on the disk."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + string("test.long") + struct.pack("<I", value_type) + length
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + num_bytes)
+    return path
+
+
+def test_values_that_only_a_sparse_file_can_hold(tmp_path):
+    line = refusal(sparse(tmp_path / "string.gguf", STRING, struct.pack("<Q", 1 << 30), 1 << 30))
+    assert f"a string of test.long is {1 << 30} bytes long, pyllm accepts at most 16777216" in line
+    line = refusal(sparse(tmp_path / "array.gguf", ARRAY, struct.pack("<IQ", UINT64, 1 << 26), 1 << 29))
+    assert f"test.long brings the values to {1 << 29} bytes, pyllm accepts at most 268435456" in line
+    longest = sparse(tmp_path / "longest.gguf", STRING, struct.pack("<Q", 1 << 24), 1 << 24)
+    assert len(GGUFFile(longest).get_str("test.long")) == 1 << 24
+
+
+def test_long_texts_are_cut_before_they_are_shown():
+    text = "\n" * (1 << 24)
+    tracemalloc.start()
+    try:
+        assert printable(text) == "\\n" * 38 + "\\..."
+        assert len(described(text)) == 80
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_cut_at_every_byte_of_the_header(tmp_path):
