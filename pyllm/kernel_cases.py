@@ -45,6 +45,7 @@ _EMULATED_TARGET = Target("host", "host", 32, "mma")
 _LIBRARY_TARGET = Target("cuda", "sm_90", 32, "mma")  # where mul_mat may call the vendor's library ...
 _LIBRARY_PRODUCT = (2048, 1024, 4096)  # ... for a product of this size
 _LARGEST_VALUE = 8.0  # of a random weight: beside the large error of an outlier all others would go unseen
+_DIFFERENT_BLOCKS = 1 << 14  # of a random weight
 
 Rng = np.random.Generator
 
@@ -98,12 +99,13 @@ def random_weight(rng: Rng, qtype: QuantType, rows: int, row_elements: int) -> W
     """A weight of any block type whose values are zero or of usual size."""
     if qtype == QuantType.F32:
         return Weight("random", (rows, row_elements), qtype, normal(rng, rows, row_elements))
-    blocks = rng.integers(0, 256, (rows, row_bytes(qtype, row_elements)), np.uint8).reshape(
-        -1, FORMATS[qtype].block_bytes
-    )
+    count, size = rows * row_bytes(qtype, row_elements) // FORMATS[qtype].block_bytes, FORMATS[qtype].block_bytes
+    blocks = rng.integers(0, 256, (min(count, _DIFFERENT_BLOCKS), size), np.uint8)
     # Random bits make some values huge, and others subnormal, which GPUs flush to zero: draw those blocks anew.
     while (bad := ~_usual(dequantize(blocks, qtype)).all(axis=1)).any():
-        blocks[bad] = rng.integers(0, 256, (int(bad.sum()), blocks.shape[1]), np.uint8)
+        blocks[bad] = rng.integers(0, 256, (int(bad.sum()), size), np.uint8)
+    if count > len(blocks):
+        blocks = blocks[rng.integers(0, len(blocks), count)]
     return Weight("random", (rows, row_elements), qtype, blocks.reshape(rows, -1))
 
 
@@ -358,9 +360,9 @@ def attention_case(
     name = ", ".join([kv_type.name, tokens, f"{num_heads}/{num_kv_heads} heads of {head_dim}", *extras])
     large = sum(map(operator.mul, lengths, new)) * num_heads * head_dim > 1 << 22
     if shape.splits:
-        return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=1e-5, large=large)
+        return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=1e-5, unit=0, large=large)
     # Tiles: queries and rows are rounded to f16, and so are the softmax's weights, which the floor stands for.
-    return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=HALF, rounded=_half_operands, large=large)
+    return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=HALF, unit=0, rounded=_half_operands, large=large)
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -34,8 +34,8 @@ class Case:
         arguments: arguments(rng): those of the op's reference, in its order. Arrays are NumPy arrays; dataclasses may
             hold more of them.
         outputs: positions of the arguments that are compared afterwards.
-        floor: accepted error beside that of the plain implementation, relative to the largest value (at least to 1);
-            None: the result has to be exact.
+        floor: accepted error beside that of the plain implementation, relative to the largest value, or to `unit` where
+            that is larger; None: the result has to be exact.
         rounded: rounded(arguments): the same arguments with the roundings that the kernel makes; None: it makes none.
         large: a size of real models, too slow to be emulated.
     """
@@ -45,6 +45,7 @@ class Case:
     arguments: Callable[[np.random.Generator], Arguments]
     outputs: tuple[int, ...]
     floor: float | None = 1e-6
+    unit: float = 1.0
     rounded: Callable[[Arguments], Arguments] | None = None
     large: bool = False
 
@@ -119,7 +120,7 @@ def expected(case: Case, arguments: Arguments) -> tuple[list[np.ndarray], float]
     plain = _reference(case, case.rounded(arguments) if case.rounded else arguments, np.float32)
     floats = [(a, b) for a, b in zip(plain, exact, strict=True) if b.dtype.kind == "f"]
     largest = max((float(np.abs(array).max(initial=0)) for _, array in floats), default=0.0)
-    return exact, 2 * max((_error(*pair) for pair in floats), default=0.0) + case.floor * max(1.0, largest)
+    return exact, 2 * max((_error(*pair) for pair in floats), default=0.0) + case.floor * max(case.unit, largest)
 
 
 def outputs_of(case: Case, arguments: Arguments) -> list[Any]:
