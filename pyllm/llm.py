@@ -105,7 +105,7 @@ class LLM:
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
-        graphs: on a GPU, record the launches of a decode step and replay them; False launches each kernel by itself.
+        graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
 
     Attributes:
         tokenizer: of the file.

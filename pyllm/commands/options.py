@@ -195,5 +195,5 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             show_default=True,
             help="Where to run; auto: on the GPU where CuPy finds one; emulated: for tests, slow.",
         ),
-        click.option("--no-graphs", is_flag=True, help="On a GPU: launch each kernel by itself, replay no graphs."),
+        click.option("--no-graphs", is_flag=True, help="Queue each op by itself instead of replaying decode steps."),
     )

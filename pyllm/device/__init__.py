@@ -22,7 +22,7 @@ def open_device(name: str, graphs: bool = True) -> Device:
         name: "cpu", "gpu", "emulated" (the GPU's kernels on the CPU: for tests, slow), or "auto": the best one that
             pyllm can use on this machine. Where CuPy is installed and the GPU cannot be used all the same, a logged
             warning says why.
-        graphs: allow a GPU to replay recorded launches.
+        graphs: allow the device to record launches and replay them.
 
     Raises:
         UsageError: no such name.
@@ -40,10 +40,9 @@ def open_device(name: str, graphs: bool = True) -> Device:
                 raise
             if importlib.util.find_spec("cupy"):
                 log.warning("%s", error)
-    if name == "emulated":
-        from pyllm.device.emulated import EmulatedDevice
-
-        return EmulatedDevice()
+    from pyllm.device.emulated import EmulatedDevice
     from pyllm.device.host import HostDevice
 
-    return HostDevice()
+    device = EmulatedDevice() if name == "emulated" else HostDevice()
+    device.graphs = graphs
+    return device

@@ -117,6 +117,13 @@ def test_a_missing_gpu_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) ->
         LLM(LLAMA, device="gpu")
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_decode_steps_are_replayed_if_wanted(graphs: bool) -> None:
+    with LLM(LLAMA, device="cpu", graphs=graphs) as llm:
+        tokens(llm.generate(PROMPT, greedy(4)))
+        assert bool(llm._executor._captured) == graphs
+
+
 def test_missing_files_and_unknown_architectures() -> None:
     with pytest.raises(ModelFileError, match=r"nowhere\.gguf"):
         LLM("nowhere.gguf")
