@@ -1,17 +1,21 @@
 # make demo     on a fresh clone: environment, installation, demo model, an answer
 # make test     on a fresh clone: environment, installation, demo model, all tests
+# make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make lint     ruff and mypy
 # make compile  every kernel for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
 # make clean    remove the environment and all caches of this folder
 #
-# PYTHON=... chooses the interpreter for the environment. PYLLM_OFFLINE=1 skips what needs the demo model, unless it has
-# been fetched before.
+# PYTHON=... chooses the interpreter for the environment; for test-gpu it is the one that runs the tests, with CuPy,
+# pytest and what pyllm needs installed (default: that of .venv). PYLLM_OFFLINE=1 skips what needs the demo model, unless
+# it has been fetched before.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 
-.PHONY: demo test lint compile clean
+GPU_TESTS := tests/ops tests/device tests/models/test_kernel_lives.py tests/unit/test_executor.py
+
+.PHONY: demo test test-gpu lint compile clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -20,6 +24,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
 	$(BIN)/python -m pytest
+
+# The first line fails with one sentence where CuPy or the GPU is missing, and says which GPU it is.
+test-gpu: $(if $(PYTHON),,$(VENV)/.installed-dev)
+	@$(or $(PYTHON),$(BIN)/python) -m pyllm kernels test add --device gpu > /dev/null
+	PYLLM_TEST_GPU=1 $(or $(PYTHON),$(BIN)/python) -m pytest $(GPU_TESTS) -k gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
