@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# One thread for matrix products, set before NumPy is loaded: several that spin for the same core make each other ten
+# times slower, and tests share their machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from functools import cache
 from pathlib import Path
 
