@@ -32,7 +32,7 @@ GPU_TYPES = frozenset(
 )
 """Block types for which rawkernels/quants has a decoder."""
 
-LIBRARY_WORK = 1 << 33  # multiply-adds
+LIBRARY_WORK = 1 << 31  # multiply-adds; from there on the library gains more than its two further launches cost
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
 
 MAX_VEC_TOKENS = 8  # up to here reading the packed weights is what takes the time
