@@ -317,6 +317,7 @@ def _flash_attention_cases() -> Iterator[Case]:
     yield attention_case("bf16", *mixed, 6, 1, 80)
     yield attention_case("bf16", (1, 257, 65), (1, 1, 1), 9, 1, 96)
     yield attention_case("f16", (65,), (31,), 4, 1, 128, AttentionParams(128**-0.5, window=24))
+    yield attention_case("f16", (65,), (1,), 4, 1, 64, AttentionParams(1 / 8, window=24))
     yield attention_case("f32", (65, 9), (1, 1), 2, 1, 128, AttentionParams(1.0, softcap=3.0))
     yield attention_case("f16", (65,), (9,), 2, 1, 32, stale=(3,))
     yield attention_case("f16", (65,), (1,), 2, 1, 32, stale=(50,))
