@@ -120,7 +120,8 @@ class TypedMetadata:
         if not isinstance(value, np.ndarray) or not _fits(value, np.dtype(dtype)):
             self._refuse(key, value, expected)
         self._check_length(key, value, length)
-        return value.astype(dtype, copy=False)
+        with np.errstate(all="ignore"):  # a NaN of the kind that traps is a value like any other, and callers check
+            return value.astype(dtype, copy=False)
 
     def get_ints(
         self,

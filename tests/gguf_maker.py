@@ -9,7 +9,7 @@ import numpy as np
 
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
 
-_FORMS = {
+FORMS = {
     UINT8: "<B",
     INT8: "<b",
     UINT16: "<H",
@@ -30,7 +30,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def scalar(value_type: int, value: object) -> bytes:
-    return string(value) if value_type == STRING else struct.pack(_FORMS[value_type], value)
+    return string(value) if value_type == STRING else struct.pack(FORMS[value_type], value)
 
 
 def pair(key: str | bytes, value_type: int, value: object) -> bytes:

@@ -95,7 +95,8 @@ def rope_frequencies(n_rot: int, base: float, scaling: RopeScaling, factors: np.
         plain = _yarn_plain_share(n_rot, base, scaling.original_context)
         inv_freq = inv_freq / scaling.factor * (1 - plain) + inv_freq * plain
         magnitude = scaling.attention_factor * (1 + 0.1 * math.log(scaling.factor))
-    return RopeFrequencies(inv_freq.astype(np.float32), magnitude)
+    with np.errstate(over="ignore"):  # `read_rope` refuses what does not fit
+        return RopeFrequencies(inv_freq.astype(np.float32), magnitude)
 
 
 def _yarn_plain_share(n_rot: int, base: float, original_context: int) -> np.ndarray:
@@ -153,7 +154,13 @@ def read_rope(gguf: GGUFModel, config: TransformerConfig) -> RopeFrequencies:
     """
     n_rot = read_n_rot(gguf, config)
     scaling = RopeScaling.from_gguf(gguf, config.context_length)
-    return rope_frequencies(n_rot, read_base(gguf, "rope.freq_base"), scaling, read_factors(gguf, n_rot))
+    frequencies = rope_frequencies(n_rot, read_base(gguf, "rope.freq_base"), scaling, read_factors(gguf, n_rot))
+    if not np.isfinite(frequencies.inv_freq).all():
+        raise ModelFileError(
+            f"{gguf.path}: {gguf.arch_key('rope.scaling.factor')} and {FACTORS} give rope frequencies that float32 "
+            "cannot hold; the file is damaged"
+        )
+    return frequencies
 
 
 def read_factors(gguf: GGUFModel, n_rot: int) -> np.ndarray | None:

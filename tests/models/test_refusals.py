@@ -135,6 +135,7 @@ def test_damaged_metadata(tmp_path: Path, metadata: dict[str, Any]) -> None:
         ({"blk.1.attn_q.weight": (QuantType.I32, np.ones((64, 64), np.int32))}, "blk.1.attn_q.weight is I32"),
         ({"rope_freqs.weight": (F32, np.ones(5, np.float32))}, "rope_freqs.weight has shape (5,)"),
         ({"rope_freqs.weight": (F32, np.zeros(8, np.float32))}, "not positive"),
+        ({"rope_freqs.weight": (F32, np.full(8, 1e-45, np.float32))}, "rope frequencies that float32 cannot hold"),
         ({"blk.0.ffn_up.bias": (F32, np.ones(160, np.float32))}, "feed-forward biases"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

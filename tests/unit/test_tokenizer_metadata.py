@@ -67,9 +67,16 @@ def test_wrong_values_are_one_line(overrides: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "overrides",
-    [{"scores": np.zeros(3)}, {"scores": np.full(261, np.nan)}, {"scores": "high"}, {"add_space_prefix": 5}],
+    [
+        {"scores": np.zeros(3)},
+        {"scores": np.full(261, np.nan)},
+        {"scores": np.full(261, 0x7FA00000, np.uint32).view(np.float32)},  # a NaN of the kind that traps
+        {"scores": "high"},
+        {"add_space_prefix": 5},
+    ],
     ids=str,
 )
 def test_wrong_values_of_sentencepiece_are_one_line(overrides: dict[str, Any]) -> None:
