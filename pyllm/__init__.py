@@ -5,12 +5,14 @@ Importing this package is cheap and never needs a GPU: the two names are loaded 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # typing's own takes long to import: Ctrl-C meanwhile would show where
 
 __version__ = "0.1.0.dev0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from pyllm.llm import LLM
     from pyllm.sampling import SamplingParams
 

@@ -10,13 +10,15 @@ Errors become messages here and nowhere else: one line on stderr and a status, n
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
+import re
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -26,6 +28,9 @@ from pyllm.errors import PyllmError, UsageError
 
 COMMANDS = ("chat", "inspect", "kernels", "perplexity", "pull", "run", "tokenize")
 INTERRUPTED = 130
+
+_MAX_USAGE_LINE = 500
+_LONG_WORD = re.compile(r"(\S{100})\S{100,}(\S{20})")
 
 
 class _Failure(click.ClickException):
@@ -52,14 +57,27 @@ class _Commands(click.Group):
         logging.getLogger("pyllm").addHandler(_Warnings())
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
-            raise
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
+
+    def main(self, *arguments: Any, standalone_mode: bool = True, **more: Any) -> Any:
+        """All that can go wrong comes through here: also --help fails when the disk is full."""
+        parse_and_run: Callable[..., Any] = super().main
+        if not standalone_mode:
+            return parse_and_run(*arguments, standalone_mode=False, **more)
+        try:
+            result = parse_and_run(*arguments, standalone_mode=False, **more)
+            sys.exit(result if isinstance(result, int) else 0)
+        except click.Abort:  # Ctrl-C while the arguments were read
+            sys.exit(INTERRUPTED)
+        except click.UsageError as error:
+            _show(_shortened(error))
+        except click.ClickException as error:
+            _show(error)
         except Exception as error:
-            if _is_closed_pipe(error) or os.environ.get("PYLLM_DEBUG", "0") not in ("", "0"):
-                raise  # a reader that has seen enough (`| head`): click ends quietly
-            raise _failure(error) from None
+            if os.environ.get("PYLLM_DEBUG", "0") not in ("", "0"):
+                raise
+            _show(_failure(error))
 
 
 class _Warnings(logging.Handler):
@@ -69,8 +87,16 @@ class _Warnings(logging.Handler):
         warn(record.getMessage())
 
 
-def _is_closed_pipe(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.EPIPE
+def _show(error: click.ClickException) -> NoReturn:
+    with suppress(OSError):
+        error.show()
+    sys.exit(error.exit_code)
+
+
+def _shortened(error: click.UsageError) -> click.UsageError:
+    """The error with a message of one line, in which no argument takes more than a part."""
+    message = _LONG_WORD.sub(r"\1...\2", error.format_message())
+    return click.UsageError(one_line(message, _MAX_USAGE_LINE), error.ctx)
 
 
 def _failure(error: Exception) -> _Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import click
@@ -15,8 +15,9 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def note(text: str) -> None:
-    """A line on stderr."""
-    click.echo(one_line(text), err=True)
+    """A line on stderr, if that can be written to: the answer is not to be lost for a note."""
+    with suppress(OSError):
+        click.echo(one_line(text), err=True)
 
 
 def warn(text: str) -> None:
