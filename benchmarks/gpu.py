@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py [MODEL]
 
-Loading, compiling and capturing are left out: each figure is the median of several runs after two that are not counted.
-Host time is wall time less what the host spends waiting for events. The correctness figure is the share of greedy tokens
-that equal the reference continuations of the demo model, up to the first difference of each.
+Loading, compiling and capturing are left out: a figure is the median of several runs after two that are not counted.
+Host time is wall time less what the host spends waiting for events. The correctness figure is the share of greedy
+tokens that equal the reference continuations of the demo model, up to the first difference of each.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 //
 // Shapes    w [N,row_bytes] packed; out [N,K] f16; K % 8 == 0
 // Launch    grid (ceil(K / 1024), N), block (128): eight elements per thread
-// Numerics  exact decode, one rounding to nearest even
+// Numerics  exact decode, one rounding to nearest even, saturated at 65504
 // Defines   QTYPE
 // Compile   QTYPE=0,1,2,3,8,12,13,14,30
 #include "common/platform.cuh"
@@ -20,6 +20,6 @@ KERNEL(128) decode_rows(const u8* RESTRICT w, f16* RESTRICT out, i64 row_bytes, 
     decode8(w + n * row_bytes, k, values);
     f16x8 packed;
 #pragma unroll
-    for (int j = 0; j < 8; j++) packed.x[j] = to_f16(values[j]);
+    for (int j = 0; j < 8; j++) packed.x[j] = to_f16_saturated(values[j]);
     store16(out + n * K + k, packed);
 }

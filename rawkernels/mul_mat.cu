@@ -7,7 +7,7 @@
 // Shared    mul_mat_tile: BM x BK of x and BN x BK of w as f16, rows padded by 8 against bank conflicts, static
 // Sync      mul_mat_tile: all threads load the next slices into registers, a barrier frees the shared ones, they are
 //           stored, a barrier publishes them, warps multiply
-// Numerics  f32 sums; vec: f32 products; tile: f16 operands
+// Numerics  f32 sums; vec: f32 products; tile: f16 operands, x saturated at 65504
 // Defines   QTYPE, TOKENS (vec: 1..8), BM and BN (tile)
 // Compile   QTYPE=0,1,2,3,8,12,13,14,30 TOKENS=1; QTYPE=12 TOKENS=8; QTYPE=0,1,2,3,8,12,13,14,30 BM=64 BN=64;
 //           QTYPE=12 BM=128 BN=128
@@ -92,7 +92,7 @@ KERNEL(THREADS) mul_mat_tile(const float* RESTRICT x, const u8* RESTRICT w, floa
                 values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
             }
 #pragma unroll
-            for (int j = 0; j < 8; j++) x_next[g].x[j] = to_f16(values[j]);
+            for (int j = 0; j < 8; j++) x_next[g].x[j] = to_f16_saturated(values[j]);
         }
 #pragma unroll
         for (int g = 0; g < W_GROUPS; g++) {

@@ -272,7 +272,11 @@ class GpuDevice(Device):
         # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.
         options = ("-std=c++17", *define_options(target_defines(self.target, launch.defines)))
         module = self._cupy.RawModule(code=source_text(launch.source), options=options, backend="nvrtc")
-        return module.get_function(launch.entry)
+        try:
+            return module.get_function(launch.entry)
+        except self._cupy.cuda.compiler.CompileException as error:
+            first = next((line for line in str(error).splitlines() if "error" in line), str(error)[:200])
+            raise DeviceError(f"kernel {launch.entry} does not compile for {self.target.arch}: {first}") from error
 
     def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
         if not source.flags.c_contiguous or source.nbytes != target.nbytes:

@@ -84,6 +84,11 @@ DEVICE u16 f16_to_bits(f16 value) { return value.bits; }
 DEVICE float to_f32(f16 value) { return f16_bits_to_f32(value.bits); }
 DEVICE f16 to_f16(float value) { return f16{f32_to_f16_bits(value)}; }  // to nearest even; too large: infinity
 
+// The same for activations: too large becomes the largest float16, since one infinity would spoil a whole row of sums.
+DEVICE f16 to_f16_saturated(float value) {
+    return to_f16(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
+}
+
 DEVICE float bf16_to_f32(u16 bits) { return f32_from_bits((u32)bits << 16); }
 
 // To nearest even; every NaN becomes 0x7FC0.

@@ -107,6 +107,19 @@ def test_get_rows_is_exact(device: Device, qtype: QuantType) -> None:
     assert (device.download(out) == values[ids]).all()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_activations_beyond_float16_stay_finite(device: Device, num_tokens: int) -> None:
+    weight, values = weight_on(device, QuantType.F32, 8, 64)
+    x = random((num_tokens, 64), 5)
+    x[:, 3] = 1e5
+    out = device.empty((num_tokens, 8), np.float32)
+    multiply(device, on_device(device, x), weight, out)
+    found = device.download(out)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    assert np.isfinite(found).all()
+    assert (np.sign(found) == np.sign(exact)).all()
+
+
 def test_packed_weights_give_what_expanded_ones_give(device: Device) -> None:
     """A device may hold packed blocks: the reference of both ops decodes them itself."""
     packed = packed_rows(QuantType.Q4_K, 8, 256)
