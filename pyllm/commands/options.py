@@ -15,6 +15,7 @@ import click
 
 from pyllm.commands.console import progress_bar
 from pyllm.commands.prompt import checked_text, unescape
+from pyllm.commands.threads import set_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,6 +195,14 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             default="auto",
             show_default=True,
             help="Where to run; auto: on the GPU where CuPy finds one; emulated: for tests, slow.",
+        ),
+        click.option(
+            "-t",
+            "--threads",
+            type=SIZE,
+            callback=set_threads,
+            expose_value=False,
+            help="CPU threads of a matrix product. Fewer are faster where others compute too. [default: all cores]",
         ),
         click.option("--no-graphs", is_flag=True, help="Queue each op by itself instead of replaying decode steps."),
     )
