@@ -1,14 +1,22 @@
 // set_rows: scatter K and V rows into the paged cache, with the page's epoch as tag beside each
 //
-// Shapes    k [T,k_width], v [T,v_width] f32; k_cache [rows,k_width], v_cache [rows,v_width] kv_t; tags [rows] u32
+// Shapes    k [T,k_width], v [T,v_width] f32 or f16; k_cache [rows,k_width], v_cache [rows,v_width] kv_t; tags [rows] u32
 //           row_ids [T] i64; positions, token_seq [T] i32; page_table [S,max_pages] i32; page_epochs alike u32
 // Launch    grid (T), block (256): one block per token
 // Numerics  one rounding to the storage type, to nearest even
-// Defines   KV_TYPE
-// Compile   KV_TYPE=0,1,2
+// Defines   KV_TYPE, INPUT_F16: 1 when k and v are f16
+// Compile   KV_TYPE=0,1,2 INPUT_F16=0,1
 #include "common/kv.cuh"
 
-KERNEL(256) set_rows(const float* RESTRICT k, const float* RESTRICT v, kv_t* RESTRICT k_cache,
+#if INPUT_F16
+typedef f16 input_t;
+DEVICE float input_value(input_t x) { return to_f32(x); }
+#else
+typedef float input_t;
+DEVICE float input_value(input_t x) { return x; }
+#endif
+
+KERNEL(256) set_rows(const input_t* RESTRICT k, const input_t* RESTRICT v, kv_t* RESTRICT k_cache,
                      kv_t* RESTRICT v_cache, u32* RESTRICT tags, const i64* RESTRICT row_ids,
                      const i32* RESTRICT positions, const i32* RESTRICT token_seq, const i32* RESTRICT seq_ids,
                      const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record, i32 k_width,
@@ -29,10 +37,10 @@ KERNEL(256) set_rows(const float* RESTRICT k, const float* RESTRICT v, kv_t* RES
         return;
     }
     for (i32 i = threadIdx.x; i < k_width; i += blockDim.x) {
-        k_cache[row * k_width + i] = kv_store(k[token * k_width + i]);
+        k_cache[row * k_width + i] = kv_store(input_value(k[token * k_width + i]));
     }
     for (i32 i = threadIdx.x; i < v_width; i += blockDim.x) {
-        v_cache[row * v_width + i] = kv_store(v[token * v_width + i]);
+        v_cache[row * v_width + i] = kv_store(input_value(v[token * v_width + i]));
     }
     if (threadIdx.x == 0) tags[row] = page_epochs[slot];
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,10 @@ def find_target(properties: dict[str, Any], is_hip: bool) -> Target:
         if version < OLDEST_CUDA:
             raise DeviceError(f"this GPU is sm_{version}; pyllm needs sm_{OLDEST_CUDA} or newer: use --device cpu")
         return Target("cuda", f"sm_{version}", 32, "mma")
+    if shutil.which("hipcc") is None:
+        raise DeviceError(
+            "hipcc is not on PATH, which CuPy needs to compile kernels; install ROCm's, or use --device cpu"
+        )
     arch = properties["gcnArchName"].decode().split(":")[0]
     for known, tiles, warp_size in ((WMMA_ARCHS, "wmma", 32), (MFMA_ARCHS, "mfma", 64)):
         if arch in known:

@@ -9,7 +9,7 @@ import numpy as np
 from pyllm import faults
 from pyllm.input_block import InputViews
 from pyllm.kv_types import KVType
-from pyllm.ops.check import check_array
+from pyllm.ops.check import check_array, require
 from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def set_rows_ref(
     right = rows == pages * cache.page_size + row_in_page
     _report_wrong_rows(np.flatnonzero(wanted & ~right), inputs, cache, record)
     write = np.flatnonzero(wanted & right)
-    cache.k[rows[write]] = kv_type.encode(k[write])
-    cache.v[rows[write]] = kv_type.encode(v[write])
+    cache.k[rows[write]] = kv_type.encode(k[write].astype(np.float32, copy=False))
+    cache.v[rows[write]] = kv_type.encode(v[write].astype(np.float32, copy=False))
     cache.tags[rows[write]] = inputs.page_epochs[seq, page_index][write]
 
 
@@ -58,7 +58,8 @@ def plan_set_rows(
     tables = (inputs.row_ids, inputs.positions, inputs.token_seq, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
     sizes = (k.shape[1], v.shape[1], inputs.page_table.shape[1], cache.page_size, cache.layer)
     args = (k, v, cache.k, cache.v, cache.tags, *tables, record, *map(np.int32, sizes))
-    return [KernelLaunch("set_rows", "set_rows", (k.shape[0],), (256,), args, {"KV_TYPE": kv_type.code})]
+    defines = {"KV_TYPE": kv_type.code, "INPUT_F16": int(k.dtype.name == "float16")}
+    return [KernelLaunch("set_rows", "set_rows", (k.shape[0],), (256,), args, defines)]
 
 
 SET_ROWS = Op("set_rows", set_rows_ref, plan_set_rows)
@@ -74,8 +75,8 @@ def set_rows(
     is written for that token. The tag of a written row is the epoch of its page.
 
     Args:
-        k: [num_tokens, num_kv_heads * key_length] float32, after rotary embedding.
-        v: [num_tokens, num_kv_heads * value_length] float32.
+        k: [num_tokens, num_kv_heads * key_length] float32 or float16, after rotary embedding.
+        v: [num_tokens, num_kv_heads * value_length], as k.
         inputs: the device's input block.
         cache: one layer's K, V and tags; written.
         kv_type: how rows are stored.
@@ -87,6 +88,7 @@ def set_rows(
         ShapeError: shapes or dtypes do not fit.
     """
     for name, array, width in (("k", k, cache.k.shape[1]), ("v", v, cache.v.shape[1])):
-        check_array("set_rows", name, array, (k.shape[0], width), ("float32",))
+        check_array("set_rows", name, array, (k.shape[0], width), (k.dtype.name,))
+    require(k.dtype.name in ("float32", "float16"), "set_rows", f"k is {k.dtype.name}, expected float32 or float16")
     check_array("set_rows", "record", record, faults.record_shape(), ("int32",))
     device.launch(SET_ROWS, k, v, inputs, cache, kv_type, record)

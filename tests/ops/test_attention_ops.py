@@ -414,3 +414,16 @@ def test_rows_are_filled_and_tags_cleared_where_asked(device: Device, kv_type: s
     cleared = device.download(both)
     assert not cleared[:, 2:7].any()
     assert (cleared[:, :2] == tags[:2]).all() and (cleared[:, 7:] == tags[7:]).all()
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_float16_rows_are_stored_as_their_float32_values(device: Device, kv_type: str) -> None:
+    case = Case((24,), (8,))
+    k, v = (rows.astype(np.float16) for rows in case.new_rows())
+    caches = []
+    for dtype in (np.float16, np.float32):
+        cache, record = case.cache(device, kv_type), on_device(device, np.zeros(faults.record_shape(), np.int32))
+        new = (on_device(device, rows.astype(dtype)) for rows in (k, v))
+        set_rows(device, *new, case.inputs(device), cache, KV_TYPES[kv_type], record)
+        caches.append([device.download(rows).view(np.uint8) for rows in (cache.k, cache.v)])
+    assert all((a == b).all() for a, b in zip(*caches, strict=True))
