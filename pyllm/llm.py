@@ -176,7 +176,7 @@ class LLM:
                 f"{embedding.shape[0]} rows; the file is damaged"
             )
         prefix = "tokenizer.chat_template"
-        self._templates = {key: value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+        self._templates = {key: gguf.metadata[key] for key in gguf.metadata if key.startswith(prefix)}
 
     def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
