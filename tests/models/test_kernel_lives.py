@@ -12,6 +12,13 @@ from tests.ops.lives import LIVES
 from tests.refdata import PROMPTS, model_path, quant_path, quant_reference, reference, same_until_unclear
 
 MODELS = {"llama-a": "llama-a-f32", "qwen3-a": "qwen3-a-bf16"}
+OTHERS = {
+    "llama-b-rope3": "llama-b-rope3-f16",
+    "llama-c-spm": "llama-c-spm-bf16",
+    "qwen2-a": "qwen2-a-f32",
+    "gemma3-a": "gemma3-a-f16",
+    "gemma3-b-ropelinear": "gemma3-b-ropelinear-f32",
+}
 QUANTS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M-mix")
 MARGIN = 0.1  # of float16 matrix products
 
@@ -40,6 +47,14 @@ def test_models(device: Device, name: str, ubatch_size: int) -> None:
             found = tokens(llm.generate(ids, greedy(length)))
             expected, margins = (ref[f"{prompt}_greedy{what}"][:length] for what in ("", "_margin"))
             assert same_until_unclear(found, expected, margins, MARGIN)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures(device: Device, name: str) -> None:
+    ref = reference(name)
+    with open_engine(model_path(OTHERS[name]), device, kv_type="f16", ubatch_size=64) as llm:
+        for prompt in prompts_for(device)[: 1 if device.name == "emulated" else 3]:
+            check_float16(llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"])
 
 
 @pytest.mark.parametrize("quant", QUANTS)
