@@ -84,6 +84,10 @@ class Arena:
         elif not self._closed:  # after `clear` nothing is out, whoever still gives back
             raise KeyError(address)
 
+    def holds(self, array: Any) -> bool:
+        """Whether an array begins with a block that is out."""
+        return self._address(array) in self._out
+
     def clear(self) -> None:
         """Forget every block, for good. Only when no queued work is left."""
         self._closed = True

@@ -236,10 +236,16 @@ class GpuDevice(Device):
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = self._compile(launch)
-        args = tuple(_address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
+        args = tuple(self._address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
         grid, block = (_three(extents) for extents in (launch.grid, launch.block))
         function(grid, block, args, shared_mem=launch.shared_bytes)
         self.num_launches += 1
+
+    def _address(self, array: np.ndarray) -> np.uintp:
+        """A pinned host array as a kernel argument: the GPU reads it at the same address. No other memory will do."""
+        if not self.pinned_memory.holds(array):
+            raise DeviceError("a kernel was given host memory that is not pinned")
+        return np.uintp(array.ctypes.data)
 
     def _launch_gemm(self, launch: GemmLaunch) -> None:
         """a @ b.T by cuBLAS. It counts in columns: b is a k x n matrix there, a a k x m one, out n x m."""
@@ -337,11 +343,6 @@ class GpuDevice(Device):
 
 def _fill_host(block: np.ndarray) -> None:
     block[:] = POISON
-
-
-def _address(array: np.ndarray) -> np.uintp:
-    """A pinned host array as a kernel argument: the GPU reads it at the same address."""
-    return np.uintp(array.ctypes.data)
 
 
 def _three(extents: tuple[int, ...]) -> tuple[int, int, int]:
