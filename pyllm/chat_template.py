@@ -31,7 +31,7 @@ _MAX_SOURCE = 1 << 20  # characters
 _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 10.0
 _SIZE, _SIZE_PER_INPUT = 4_000_000, 8  # characters of output and of any one value
-_MEMORY, _MEMORY_PER_INPUT = 96_000_000, 32  # bytes of all values together
+_MEMORY, _MEMORY_PER_INPUT = 64_000_000, 32  # bytes of all values together
 _MAX_DEPTH = 64  # of messages and template arguments
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
 
