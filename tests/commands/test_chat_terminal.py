@@ -67,6 +67,13 @@ class Terminal:
         self.type(line + "\n")
         return self.wait_for(AT_PROMPT.search)
 
+    def interrupt_typing(self, keys: str) -> None:
+        """Ctrl-C while a line is being typed. Its echo is awaited first: then readline is reading for sure, and not
+        only about to."""
+        self.type(keys)
+        self.wait_for(lambda shown: keys.encode() in shown)
+        self.type(CTRL_C)
+
     def end(self) -> int:
         """Read the rest; the exit status."""
         with suppress(OSError):  # the other side is closed: Linux says EIO
@@ -133,12 +140,12 @@ def test_ctrl_c_stops_the_answer_not_the_program(start: Start) -> None:
 
 def test_ctrl_c_at_the_prompt(start: Start) -> None:
     terminal = start("--temp", 0, "-n", 5)
-    terminal.type("half a line" + CTRL_C)
+    terminal.interrupt_typing("half a line")
     assert "Ctrl-C once more" in terminal.wait_for(AT_PROMPT.search)
     context_used(terminal.ask("Hello"))
-    terminal.type(CTRL_C)
+    terminal.interrupt_typing("x")
     terminal.wait_for(AT_PROMPT.search)
-    terminal.type(CTRL_C)
+    terminal.interrupt_typing("y")
     assert terminal.end() == 130
     assert b"Traceback" not in terminal.shown
 
