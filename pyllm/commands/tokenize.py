@@ -52,10 +52,10 @@ class TokenizeOptions:
 )
 @click.option("--parse-special", is_flag=True, help="Texts such as <|im_end|> become special tokens.")
 def command(**values: Any) -> None:
-    r"""Print the token ids of TEXT, as MODEL (a path or a known name) sees it.
+    """Print the token ids of TEXT, as MODEL (a path or a known name) sees it.
 
     Without TEXT and -f, the text is what comes in on standard input; a newline at its very end is dropped. Only the
-    file's header is read. With --pieces, bytes that are no whole character are shown as \xNN.
+    file's header is read. With --pieces, bytes that are no whole character are shown as \\xNN.
 
     \b
     pyllm tokenize demo "Hello, world"

@@ -111,7 +111,10 @@ class Decoder:
         """Refuse what the device has no kernels for."""
         for op in cls.feed_forward.ops:
             if not device.runs(op):
-                raise UnsupportedError(f"{gguf.path}: {gguf.architecture} needs {op.name}, which {device.name} lacks")
+                raise UnsupportedError(
+                    f"{gguf.path}: {gguf.architecture} needs {op.name}, for which {device.name} has no kernel yet; "
+                    "run it with --device cpu"
+                )
         if device.target is None:
             return
         if config.key_length != config.value_length or config.key_length % 16 or config.key_length > 256:
