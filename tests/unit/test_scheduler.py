@@ -11,7 +11,8 @@ import pytest
 from pyllm.errors import ContextError, DeviceError, StaleKVError
 from pyllm.llm import LLM
 from pyllm.ops.op import Op
-from pyllm.sampling import SamplingParams
+from pyllm.request import Request
+from pyllm.sampling import Sampler, SamplingParams
 from tests.engine import greedy, interleaved, open_engine, tokens
 from tests.refdata import PROMPTS, model_path, reference
 
@@ -156,3 +157,18 @@ def test_seeds_belong_to_sequences() -> None:
         together = interleaved([llm.generate(PROMPT["n5"], sampled(seed)) for seed in (2, 1, 1)])
     assert alone[0] != alone[1]
     assert together == [alone[1], alone[0], alone[0]]
+
+
+def test_results_of_a_sequence_that_was_put_back_are_not_taken() -> None:
+    with engine() as llm:
+        params = greedy(8)
+        request = Request(list(PROMPT["n5"]), 5, params, Sampler(params, 512))
+        gate = llm._device.gate()
+        llm._scheduler.add(request)
+        llm._scheduler.step()  # its prompt is in flight
+        llm._scheduler._put_back(request)
+        llm._scheduler.step()  # and once more, with other pages
+        gate.open()
+        while request.finish_reason is None:
+            llm._scheduler.step()
+        assert [sampled.token for sampled in request.emitted] == ANSWER["n5"][:8]
