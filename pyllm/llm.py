@@ -149,12 +149,12 @@ class LLM:
     ) -> None:
         self._lock = threading.RLock()
         self._device = device
-        if not isinstance(path, (str, os.PathLike)):
-            raise UsageError(f"the path of a model is needed, not {type(path).__name__}")
         self._stats: dict[str, Any] = {}
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
         try:
+            if not isinstance(path, (str, os.PathLike)):
+                raise UsageError(f"the path of a model is needed, not {type(path).__name__}")
             with open_model(path) as gguf:
                 self._read_texts(gguf)
                 self._build(gguf, options, progress)
@@ -439,8 +439,11 @@ class LLM:
         return self._device.description
 
     def close(self) -> None:
-        """Wait for queued work, then free everything. Calling it twice is harmless."""
-        self._finalizer()
+        """Wait until nothing runs, then free everything. Calling it twice is harmless; other threads may be generating,
+        and are told."""
+        self._device.abandon()
+        with self._lock:  # no step of another thread may still be queueing work for memory that goes away
+            self._finalizer()
 
     def __enter__(self) -> LLM:
         return self

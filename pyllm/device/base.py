@@ -163,5 +163,9 @@ class Device(ABC):
         """Block until everything queued so far has run."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """Let those who wait for queued work go on soon, before `close`; other threads may use the device meanwhile."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait until nothing runs, then free everything. Calling it twice is harmless."""

@@ -101,6 +101,7 @@ class GpuGraph(Graph):
         self._device = device
 
     def replay(self) -> None:
+        self._device._check_open()
         with device_errors():
             self._graph.launch(self._device.stream)
         self._device.num_launches += 1
@@ -222,6 +223,7 @@ class GpuDevice(Device):
     # queued work
 
     def launch(self, op: Op, *args: Any) -> None:
+        self._check_open()
         if op.plan is None:
             raise DeviceError(f"op {op.name} has no kernel")
         with device_errors(), self.stream:
@@ -290,6 +292,7 @@ class GpuDevice(Device):
             raise DeviceError(f"kernel {launch.entry} does not compile for {self.target.arch}: {first}") from error
 
     def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
+        self._check_open()
         if not source.flags.c_contiguous or source.nbytes != target.nbytes:
             raise DeviceError("copies to pinned memory are between contiguous arrays of one size")
         with device_errors():
@@ -326,12 +329,20 @@ class GpuDevice(Device):
         with device_errors():
             self.stream.synchronize()
 
+    def abandon(self) -> None:
+        for gate in self._gates:
+            gate.open()
+
+    def _check_open(self) -> None:
+        """After `close` the memory that work would touch is gone."""
+        if self._closed:
+            raise DeviceError("the device is closed")
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for gate in self._gates:
-            gate.open()
+        self.abandon()
         try:
             self.synchronize()
         finally:

@@ -134,6 +134,9 @@ class HostDevice(Device):
     def synchronize(self) -> None:
         self.stream.synchronize()
 
+    def abandon(self) -> None:
+        self.stream.close()
+
     def close(self) -> None:
         if self._closed:
             return

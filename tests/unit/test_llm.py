@@ -203,3 +203,10 @@ def test_prompts_of_a_wrong_type_are_refused(prompt: object) -> None:
             llm.logits(prompt)
         with pytest.raises(UsageError, match="SamplingParams"):
             llm.generate("Hello", {"max_tokens": 2})
+
+
+def test_a_path_of_a_wrong_type_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="path"):
+        LLM(5)
+    assert threading.active_count() == before
