@@ -1,0 +1,226 @@
+"""The shapes of real models: sizes, metadata keys and tensors.
+
+A shape says which tensors a file has and which keys describe them; it draws nothing. Models whose blocks differ (linear
+attention beside attention, say) are further classes with the methods of `DenseShape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class SynthTensor:
+    """One tensor of a file.
+
+    Attributes:
+        name: as in the file.
+        shape: rows first, row elements last; a vector has one axis.
+        keeps_f32: stored as F32 whatever type was asked for, as quantisers leave it (norms, routers).
+        mean: of the values.
+        std: of the values; None: 1 / sqrt(row elements), which keeps the size of what is multiplied with the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    keeps_f32: bool = False
+    mean: float = 0.0
+    std: float | None = None
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+class Shape(Protocol):
+    """What the writer needs of a model."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def title(self) -> str:
+        """general.name."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def pre_tokenizer(self) -> str:
+        """tokenizer.ggml.pre."""
+
+    def keys(self) -> dict[str, int | float]:
+        """Metadata keys without the architecture's prefix; whole numbers are uint32, others float32."""
+
+    def tensors(self) -> Iterator[SynthTensor]:
+        """All tensors, in the order of the file."""
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """A decoder-only transformer of equal blocks: llama, qwen3, and qwen3moe where `num_experts` is not 0.
+
+    Attributes:
+        title: general.name.
+        intermediate_size: of the feed-forward block, or of one expert.
+        head_dim: elements per head.
+        tied: the output matrix is the token embedding.
+        qk_norm: queries and keys are normalised per head.
+        num_experts, num_experts_used: 0 for a dense feed-forward block.
+        pre_tokenizer: tokenizer.ggml.pre.
+    """
+
+    architecture: str
+    title: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    qk_norm: bool
+    context_length: int
+    rope_freq_base: float
+    rms_norm_eps: float
+    pre_tokenizer: str
+    num_experts: int = 0
+    num_experts_used: int = 0
+
+    def keys(self) -> dict[str, int | float]:
+        found: dict[str, int | float] = {
+            "context_length": self.context_length,
+            "embedding_length": self.hidden_size,
+            "block_count": self.num_layers,
+            "feed_forward_length": self.intermediate_size,
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": self.num_kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": self.rms_norm_eps,
+            "rope.dimension_count": self.head_dim,
+            "rope.freq_base": self.rope_freq_base,
+            "vocab_size": self.vocab_size,
+        }
+        if self.num_experts:
+            found["expert_count"] = self.num_experts
+            found["expert_used_count"] = self.num_experts_used
+            found["expert_feed_forward_length"] = self.intermediate_size
+        return found
+
+    def tensors(self) -> Iterator[SynthTensor]:
+        yield SynthTensor("token_embd.weight", (self.vocab_size, self.hidden_size))
+        for layer in range(self.num_layers):
+            for tensor in (*self._attention(), *self._feed_forward()):
+                yield SynthTensor(f"blk.{layer}.{tensor.name}", tensor.shape, tensor.keeps_f32, tensor.mean, tensor.std)
+        yield _norm("output_norm.weight", self.hidden_size)
+        if not self.tied:
+            yield SynthTensor("output.weight", (self.vocab_size, self.hidden_size))
+
+    def _attention(self) -> Iterator[SynthTensor]:
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield _norm("attn_norm.weight", self.hidden_size)
+        yield SynthTensor("attn_q.weight", (q_size, self.hidden_size))
+        yield SynthTensor("attn_k.weight", (kv_size, self.hidden_size))
+        yield SynthTensor("attn_v.weight", (kv_size, self.hidden_size))
+        yield SynthTensor("attn_output.weight", (self.hidden_size, q_size))
+        if self.qk_norm:
+            yield _norm("attn_q_norm.weight", self.head_dim)
+            yield _norm("attn_k_norm.weight", self.head_dim)
+
+    def _feed_forward(self) -> Iterator[SynthTensor]:
+        inner, outer = self.intermediate_size, self.hidden_size
+        yield _norm("ffn_norm.weight", outer)
+        if not self.num_experts:
+            yield SynthTensor("ffn_gate.weight", (inner, outer))
+            yield SynthTensor("ffn_up.weight", (inner, outer))
+            yield SynthTensor("ffn_down.weight", (outer, inner))
+            return
+        yield SynthTensor("ffn_gate_inp.weight", (self.num_experts, outer), keeps_f32=True)
+        yield SynthTensor("ffn_gate_exps.weight", (self.num_experts, inner, outer))
+        yield SynthTensor("ffn_up_exps.weight", (self.num_experts, inner, outer))
+        yield SynthTensor("ffn_down_exps.weight", (self.num_experts, outer, inner))
+
+
+def _norm(name: str, size: int) -> SynthTensor:
+    return SynthTensor(name, (size,), keeps_f32=True, mean=1.0, std=0.1)
+
+
+SHAPES: dict[str, Shape] = {
+    "qwen3-8b": DenseShape(
+        architecture="qwen3",
+        title="Synthetic Qwen3 8B",
+        num_layers=36,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tied=False,
+        qk_norm=True,
+        context_length=40_960,
+        rope_freq_base=1e6,
+        rms_norm_eps=1e-6,
+        pre_tokenizer="qwen2",
+    ),
+    "qwen3-0.6b": DenseShape(
+        architecture="qwen3",
+        title="Synthetic Qwen3 0.6B",
+        num_layers=28,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tied=True,
+        qk_norm=True,
+        context_length=40_960,
+        rope_freq_base=1e6,
+        rms_norm_eps=1e-6,
+        pre_tokenizer="qwen2",
+    ),
+    "qwen3-30b-a3b": DenseShape(
+        architecture="qwen3moe",
+        title="Synthetic Qwen3 30B A3B",
+        num_layers=48,
+        hidden_size=2048,
+        intermediate_size=768,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        tied=False,
+        qk_norm=True,
+        context_length=40_960,
+        rope_freq_base=1e6,
+        rms_norm_eps=1e-6,
+        pre_tokenizer="qwen2",
+        num_experts=128,
+        num_experts_used=8,
+    ),
+    "smollm2": DenseShape(
+        architecture="llama",
+        title="Synthetic SmolLM2 135M",
+        num_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=49_152,
+        tied=True,
+        qk_norm=False,
+        context_length=8192,
+        rope_freq_base=1e5,
+        rms_norm_eps=1e-5,
+        pre_tokenizer="smollm",
+    ),
+}

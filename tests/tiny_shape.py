@@ -1,0 +1,27 @@
+"""A synthetic model small enough for tests, with rows (96) that are no whole number of K-quant blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pyllm.synth.shapes import DenseShape
+
+TINY = DenseShape(
+    architecture="qwen3",
+    title="Tiny",
+    num_layers=2,
+    hidden_size=96,
+    intermediate_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=320,
+    tied=False,
+    qk_norm=True,
+    context_length=512,
+    rope_freq_base=1e6,
+    rms_norm_eps=1e-6,
+    pre_tokenizer="qwen2",
+)
+TINY_TIED = replace(TINY, architecture="llama", tied=True, qk_norm=False, pre_tokenizer="smollm", head_dim=24)
+TINY_EXPERTS = replace(TINY, architecture="qwen3moe", num_experts=8, num_experts_used=2, intermediate_size=64)
