@@ -92,7 +92,7 @@ def normal(rng: Rng, *shape: int) -> np.ndarray:
 
 def unwritten(*shape: int, dtype: type = np.float32) -> np.ndarray:
     """An output before the op ran: NaN, or -1."""
-    return np.full(shape, np.nan if dtype == np.float32 else -1, dtype)
+    return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else -1, dtype)
 
 
 def random_weight(rng: Rng, qtype: QuantType, rows: int, row_elements: int) -> Weight:
@@ -321,6 +321,8 @@ def _flash_attention_cases() -> Iterator[Case]:
     yield attention_case("f32", (65, 9), (1, 1), 2, 1, 128, AttentionParams(1.0, softcap=3.0))
     yield attention_case("f16", (65,), (9,), 2, 1, 32, stale=(3,))
     yield attention_case("f16", (65,), (1,), 2, 1, 32, stale=(50,))
+    yield attention_case("f16", (33,), (33,), 4, 2, 64, dtype=np.float16)
+    yield attention_case("f16", (97, 1), (1, 1), 4, 2, 64, dtype=np.float16)
     yield attention_case("f16", (1024,), (512,), 8, 2, 128, page_size=64)
     yield attention_case("f16", (4096, 1000), (1, 1), 9, 1, 128, page_size=64)
 
@@ -335,11 +337,13 @@ def attention_case(
     params: AttentionParams | None = None,
     page_size: int = 8,
     stale: Sequence[int] = (),
+    dtype: type = np.float32,
 ) -> Case:
     """The last tokens of some sequences over all their rows.
 
     Args:
         stale: positions of the first sequence whose row has another tag, and NaN in it.
+        dtype: of queries and output.
     """
     kv_type = KV_TYPES[kv_type_name]
     params = params or AttentionParams(scale=head_dim**-0.5)
@@ -351,13 +355,14 @@ def attention_case(
             row = inputs.page_table[0, position // page_size] * page_size + position % page_size
             cache.tags[row] = 7
             cache.k[row] = cache.v[row] = kv_type.encode(unwritten(num_kv_heads * head_dim))
-        q, out = normal(rng, sum(new), num_heads, head_dim), unwritten(sum(new), num_heads, head_dim)
+        q = normal(rng, sum(new), num_heads, head_dim).astype(dtype)
+        out = unwritten(*q.shape, dtype=dtype)
         scratch = unwritten(shape.scratch_size(num_heads, head_dim))
         return q, inputs, shape, cache, kv_type, params, empty_record(), scratch, out
 
     tokens = f"{sum(new)} of {sum(lengths)} rows" if len(new) == 1 else f"{_list(new)} of {_list(lengths)} rows"
     extras = [f"window {params.window}"] * bool(params.window) + [f"softcap {params.softcap}"] * bool(params.softcap)
-    extras += [f"{len(stale)} stale"] * bool(stale)
+    extras += [f"{len(stale)} stale"] * bool(stale) + ["f16 queries"] * (dtype == np.float16)
     name = ", ".join([kv_type.name, tokens, f"{num_heads}/{num_kv_heads} heads of {head_dim}", *extras])
     large = sum(map(operator.mul, lengths, new)) * num_heads * head_dim > 1 << 22
     if shape.splits:

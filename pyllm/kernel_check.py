@@ -1,9 +1,9 @@
 """How a kernel is checked: a case has arguments and says what comes out; its op's reference is the oracle.
 
-The reference runs on the host with all float32 arrays widened to float64, which gives the exact result, and once more
-as the plain implementation: in float32, its operands rounded as the kernel rounds them. A kernel's error may be twice
-that of the plain implementation, plus a small floor. What is only moved, compared, counted or rounded once has to be
-exact.
+The reference runs on the host with all float32 and float16 arrays widened to float64, which gives the exact result, and
+once more as the plain implementation: in float32, its operands rounded as the kernel rounds them. A kernel's error may
+be twice that of the plain implementation, plus a small floor. What is only moved, compared, counted or rounded once has
+to be exact.
 This module knows no op; `kernel_cases` lists the cases.
 """
 
@@ -149,7 +149,8 @@ def convert(value: Any, function: Callable[[np.ndarray], Any]) -> Any:
 
 def _reference(case: Case, arguments: Arguments, dtype: type) -> list[np.ndarray]:
     def widened(array: np.ndarray) -> np.ndarray:
-        return array.astype(dtype) if array.dtype == np.float32 else array.copy()
+        wide = array.dtype == np.float32 or (array.dtype == np.float16 and dtype == np.float64)
+        return array.astype(dtype) if wide else array.copy()
 
     arguments = convert(arguments, widened)
     with np.errstate(all="ignore"):

@@ -2,7 +2,7 @@
 // flash_attention_split, flash_attention_combine: one query per sequence; its rows are split over blocks, the parts
 // are put together by the second kernel
 //
-// Shapes    q, out [T,heads,HEAD_DIM] f32; k_cache, v_cache [rows, kv_heads * HEAD_DIM] kv_t; tags [rows] u32
+// Shapes    q, out [T,heads,HEAD_DIM] f32, or f16 with IO_F16; k_cache, v_cache [rows, kv_heads * HEAD_DIM] kv_t; tags [rows] u32
 //           positions [T], cu_seqlens [S+1], kv_lens [S], seq_ids [S] i32; page_table [S,max_pages] i32, page_epochs u32
 //           parts [S,heads,splits,HEAD_DIM + 2] f32: sums, then running maximum and total weight
 // Launch    tile: grid (ceil(longest / BM), heads, S), block (4 * WARP_SIZE); blocks behind a sequence's end do nothing
@@ -12,10 +12,20 @@
 //           its 16 queries alone, ordered by warp barriers; (4) barrier before the next slice overwrites the tiles
 // Numerics  tile: K, V, q and weights rounded to f16, sums in f32; split: all f32. A row with a foreign tag is absent:
 //           its K and V are zero and its score is -infinity
-// Defines   KV_TYPE, HEAD_DIM (multiple of 16); GROUP and HEADS (split: query heads per kv head, and per block)
-// Compile   KV_TYPE=0,1,2 HEAD_DIM=64; KV_TYPE=1 HEAD_DIM=80,96,128,256; KV_TYPE=0,1,2 HEAD_DIM=64 GROUP=3 HEADS=3;
-//           KV_TYPE=1 HEAD_DIM=80,96,128,256 GROUP=4 HEADS=4
+// Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16; GROUP and HEADS (split: query heads per kv head, and per block)
+// Compile   KV_TYPE=0,1,2 HEAD_DIM=64 IO_F16=0,1; KV_TYPE=1 HEAD_DIM=80,96,128,256 IO_F16=1;
+//           KV_TYPE=0,1,2 HEAD_DIM=64 IO_F16=0,1 GROUP=3 HEADS=3; KV_TYPE=1 HEAD_DIM=80,96,128,256 IO_F16=1 GROUP=4 HEADS=4
 #include "common/kv.cuh"
+
+#if IO_F16
+typedef f16 io_t;
+DEVICE float io_load(io_t x) { return to_f32(x); }
+DEVICE io_t io_store(float x) { return to_f16_saturated(x); }
+#else
+typedef float io_t;
+DEVICE float io_load(io_t x) { return x; }
+DEVICE io_t io_store(float x) { return x; }
+#endif
 
 // Where row `position` of a sequence lies, or -1 when its tag is not its page's epoch.
 DEVICE i64 own_row(const u32* RESTRICT tags, const i32* RESTRICT pages, const u32* RESTRICT epochs, i32 position,
@@ -44,7 +54,7 @@ DEVICE float capped(float score, float softcap) {
 #define KEY_LANES (HEAD_DIM <= 16 ? 2 : HEAD_DIM <= 32 ? 4 : HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32)
 #define KEYS (WARP_SIZE / KEY_LANES)
 
-KERNEL(THREADS) flash_attention_split(const float* RESTRICT q, const kv_t* RESTRICT k_cache,
+KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRICT k_cache,
                                       const kv_t* RESTRICT v_cache, const u32* RESTRICT tags,
                                       const i32* RESTRICT positions, const i32* RESTRICT cu_seqlens,
                                       const i32* RESTRICT seq_ids, const i32* RESTRICT page_table,
@@ -81,7 +91,7 @@ KERNEL(THREADS) flash_attention_split(const float* RESTRICT q, const kv_t* RESTR
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             sum[h][j] = 0;
-            query[h][j] = exists ? q[(token * heads + first_head + h) * HEAD_DIM + 8 * lane + j] * scale : 0;
+            query[h][j] = exists ? io_load(q[(token * heads + first_head + h) * HEAD_DIM + 8 * lane + j]) * scale : 0;
         }
     }
     const i32 step = WARPS * KEYS;
@@ -166,7 +176,7 @@ KERNEL(THREADS) flash_attention_split(const float* RESTRICT q, const kv_t* RESTR
 }
 
 KERNEL(THREADS) flash_attention_combine(const float* RESTRICT parts, const i32* RESTRICT cu_seqlens,
-                                        float* RESTRICT out, i32 splits) {
+                                        io_t* RESTRICT out, i32 splits) {
     const i32 head = blockIdx.x;
     const i32 seq = blockIdx.y;
     const i32 heads = gridDim.x;
@@ -187,7 +197,7 @@ KERNEL(THREADS) flash_attention_combine(const float* RESTRICT parts, const i32* 
             sum += share * part[i];
             total += share * part[HEAD_DIM + 1];
         }
-        out[(static_cast<i64>(token) * heads + head) * HEAD_DIM + i] = total > 0 ? sum / total : 0;
+        out[(static_cast<i64>(token) * heads + head) * HEAD_DIM + i] = io_store(total > 0 ? sum / total : 0);
     }
 }
 
@@ -209,11 +219,11 @@ struct alignas(16) f16x8 {
     f16 x[8];
 };
 
-KERNEL(THREADS) flash_attention_tile(const float* RESTRICT q, const kv_t* RESTRICT k_cache,
+KERNEL(THREADS) flash_attention_tile(const io_t* RESTRICT q, const kv_t* RESTRICT k_cache,
                                      const kv_t* RESTRICT v_cache, const u32* RESTRICT tags,
                                      const i32* RESTRICT positions, const i32* RESTRICT cu_seqlens,
                                      const i32* RESTRICT seq_ids, const i32* RESTRICT page_table,
-                                     const u32* RESTRICT page_epochs, i32* record, float* RESTRICT out, float scale,
+                                     const u32* RESTRICT page_epochs, i32* record, io_t* RESTRICT out, float scale,
                                      float softcap, i32 window, i32 kv_heads, i32 max_pages, i32 page_size,
                                      i32 layer) {
     SHARED f16x8 k_tile[BN * K_LD / 8];
@@ -246,7 +256,7 @@ KERNEL(THREADS) flash_attention_tile(const float* RESTRICT q, const kv_t* RESTRI
                 for (i32 i = lane; i < 16 * HEAD_DIM; i += WARP_SIZE) {
                     const i32 token = warp_token + i / HEAD_DIM;
                     const float value =
-                        token < seq_stop ? q[(static_cast<i64>(token) * heads + head) * HEAD_DIM + i % HEAD_DIM] : 0;
+                        token < seq_stop ? io_load(q[(static_cast<i64>(token) * heads + head) * HEAD_DIM + i % HEAD_DIM]) : 0;
                     staging[i / HEAD_DIM * K_LD + i % HEAD_DIM] = to_f16(value);
                 }
                 WARP_BARRIER();
@@ -381,7 +391,7 @@ KERNEL(THREADS) flash_attention_tile(const float* RESTRICT q, const kv_t* RESTRI
             const i32 token = warp_token + tile_c_row(i);
             if (token < seq_stop) {
                 const i64 target = (static_cast<i64>(token) * heads + head) * HEAD_DIM + 16 * d + tile_c_col(i);
-                out[target] = sum[d].x[i] * row_factor[warp][tile_c_row(i)];
+                out[target] = io_store(sum[d].x[i] * row_factor[warp][tile_c_row(i)]);
             }
         }
     }

@@ -226,7 +226,7 @@ def plan_flash_attention(
     read = (q, cache.k, cache.v, cache.tags, *tables, record)
     sizes = (params.window, kv_heads, inputs.page_table.shape[1], cache.page_size, cache.layer)
     numbers = (np.float32(params.scale), np.float32(params.softcap), *map(np.int32, sizes))
-    defines = {"KV_TYPE": kv_type.code, "HEAD_DIM": head_dim}
+    defines = {"KV_TYPE": kv_type.code, "HEAD_DIM": head_dim, "IO_F16": int(q.dtype.name == "float16")}
     if not shape.splits:
         grid = (-(-shape.longest // TILE_QUERIES), num_heads, shape.num_seqs)
         block = (4 * target.warp_size,)
@@ -267,7 +267,7 @@ def flash_attention(
     `set_rows` before.
 
     Args:
-        q: [num_tokens, num_heads, key_length] float32; num_heads is a multiple of the kv heads.
+        q: [num_tokens, num_heads, key_length] float32 or float16; num_heads is a multiple of the kv heads.
         inputs: the device's input block.
         shape: extents of this ubatch.
         cache: one layer's K, V and tags.
@@ -275,22 +275,23 @@ def flash_attention(
         params: scale, window, soft cap.
         record: fault record; appended to.
         scratch: [shape.scratch_size(...)] float32; overwritten.
-        out: [num_tokens, num_heads, value_length] float32; must not overlap q.
+        out: [num_tokens, num_heads, value_length] as q; must not overlap it.
 
-    Numerics: scores, softmax and sums in float32. A query that sees no row gives zeros.
+    Numerics: scores, softmax and sums in float32, one rounding to a float16 `out`. A query that sees no row gives
+    zeros.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
     """
-    check_array("flash_attention", "q", q, (None, None, None), ("float32",))
+    check_array("flash_attention", "q", q, (None, None, None), ("float32", "float16"))
     num_tokens, num_heads, key_length = q.shape
     require(cache.k.shape[1] % key_length == 0, "flash_attention", f"key_length {key_length} does not divide the rows")
     num_kv_heads = cache.k.shape[1] // key_length
     require(num_heads % num_kv_heads == 0, "flash_attention", f"{num_heads} heads over {num_kv_heads} kv heads")
     value_length = cache.v.shape[1] // num_kv_heads
-    check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), ("float32",))
+    check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), (q.dtype.name,))
     check_array("flash_attention", "record", record, faults.record_shape(), ("int32",))
     check_array("flash_attention", "scratch", scratch, (shape.scratch_size(num_heads, value_length),), ("float32",))
     device.launch(FLASH_ATTENTION, q, inputs, shape, cache, kv_type, params, record, scratch, out)

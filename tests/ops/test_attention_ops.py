@@ -156,15 +156,20 @@ def attend(
 
 
 def run(
-    device: Device, case: Case, params: AttentionParams, kv_type: str = "f32", cache: LayerCache | None = None
+    device: Device,
+    case: Case,
+    params: AttentionParams,
+    kv_type: str = "f32",
+    cache: LayerCache | None = None,
+    dtype: type = np.float32,
 ) -> tuple[np.ndarray, np.ndarray, LayerCache]:
-    """set_rows, then flash_attention; returns output, fault record and the cache."""
+    """set_rows, then flash_attention with queries and output of `dtype`; returns output, fault record and the cache."""
     cache = cache or case.cache(device, kv_type)
     inputs, record = case.inputs(device), on_device(device, np.zeros(faults.record_shape(), np.int32))
     k, v = case.new_rows()
     set_rows(device, on_device(device, k), on_device(device, v), inputs, cache, KV_TYPES[kv_type], record)
-    out = device.empty(case.q.shape, np.float32)
-    q = on_device(device, case.q)
+    out = device.empty(case.q.shape, dtype)
+    q = on_device(device, case.q.astype(dtype))
     attend(device, case, q, inputs, cache, params, record, out, kv_type)
     return device.download(out), device.download(record), cache
 
@@ -209,6 +214,15 @@ def test_attention(device: Device, case: Case, kv_type: str) -> None:
     out, record, _ = run(device, case, params, kv_type)
     assert faults.count(record) == 0
     check(device, case, out, params, kv_type)
+
+
+@pytest.mark.parametrize("name", ["chunk behind rows", "decode", "mixed"])
+def test_float16_queries_and_output(device: Device, name: str) -> None:
+    case, params = CASES[name], AttentionParams(scale=0.25)
+    out, record, _ = run(device, case, params, "f16", dtype=np.float16)
+    assert out.dtype == np.float16
+    assert faults.count(record) == 0
+    check(device, case, out, params, "f16")
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
