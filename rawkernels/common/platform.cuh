@@ -16,6 +16,10 @@
 //   atomic_add, atomic_max           on global or shared memory; return the old value
 //   dot4(a, b, acc)                  acc + sum of the four products of signed bytes
 //   f16_bits_to_f32, f32_to_f16_bits
+//   h2_add, h2_sub, h2_mul, h2_fma   on two f16 in a u32, each rounded once to nearest even; subnormal numbers count
+//   h2_pack(low, high)               two floats as such a pair, rounded to nearest even
+//   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
+//   bytes_of_table(index, table)     byte j is byte index_j of 16 table bytes; each byte of index is 0 to 15
 //   fast_exp, fast_exp2              a few ulp; exp(-inf) is 0
 //   rsqrt_f                          1 / sqrt
 //   mul_rn, add_rn, sub_rn           rounded on their own, never fused with a neighbour
@@ -88,6 +92,8 @@ DEVICE f16 to_f16(float value) { return f16{f32_to_f16_bits(value)}; }  // to ne
 DEVICE f16 to_f16_saturated(float value) {
     return to_f16(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
 }
+
+DEVICE u32 h2_splat(u16 bits) { return bits * 0x10001u; }  // the same f16 twice
 
 DEVICE float bf16_to_f32(u16 bits) { return f32_from_bits((u32)bits << 16); }
 

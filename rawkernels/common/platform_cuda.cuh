@@ -37,6 +37,46 @@ DEVICE u16 f32_to_f16_bits(float value) {
     return bits;
 }
 
+DEVICE u32 h2_add(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
+DEVICE u32 h2_sub(u32 a, u32 b) {
+    u32 difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
+DEVICE u32 h2_mul(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+DEVICE u32 h2_fma(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+DEVICE u32 h2_pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {
+    // Four indices as the four nibbles of a selector, which chooses among eight bytes; then the half of the table.
+    const u32 packed = __byte_perm(index | index >> 4, 0, 0x4420);
+    const u32 low = __byte_perm(table[0], table[1], packed & 0x7777);
+    const u32 high = __byte_perm(table[2], table[3], packed & 0x7777);
+    return __byte_perm(low, high, 0x3210 | (packed & 0x8888) >> 1);
+}
+
 DEVICE float fast_exp(float x) { return __expf(x); }
 
 DEVICE float fast_exp2(float x) {

@@ -110,6 +110,50 @@ DEVICE u16 f32_to_f16_bits(float value) {
     return (u16)(sign | ((rounded - 0x38000000u) >> 13));
 }
 
+// A double holds sums of f16 products exactly. On its way through float it is rounded to odd, so that only the last
+// rounding counts.
+DEVICE u16 pyllm_f16_bits(double value) {
+    const float rounded = (float)value;
+    if ((double)rounded == value || value != value) return f32_to_f16_bits(rounded);
+    u32 bits = pyllm_float_bits(rounded);
+    if (__builtin_fabs((double)rounded) > __builtin_fabs(value)) bits--;
+    return f32_to_f16_bits(pyllm_float(bits | 1u));
+}
+
+DEVICE double pyllm_half(u32 pair, int index) { return (double)f16_bits_to_f32((u16)(pair >> 16 * index)); }
+DEVICE u32 pyllm_pair(double low, double high) { return pyllm_f16_bits(low) | (u32)pyllm_f16_bits(high) << 16; }
+
+DEVICE u32 h2_fma(u32 a, u32 b, u32 c) {
+    return pyllm_pair(pyllm_half(a, 0) * pyllm_half(b, 0) + pyllm_half(c, 0),
+                      pyllm_half(a, 1) * pyllm_half(b, 1) + pyllm_half(c, 1));
+}
+DEVICE u32 h2_add(u32 a, u32 b) {
+    return pyllm_pair(pyllm_half(a, 0) + pyllm_half(b, 0), pyllm_half(a, 1) + pyllm_half(b, 1));
+}
+DEVICE u32 h2_sub(u32 a, u32 b) {
+    return pyllm_pair(pyllm_half(a, 0) - pyllm_half(b, 0), pyllm_half(a, 1) - pyllm_half(b, 1));
+}
+DEVICE u32 h2_mul(u32 a, u32 b) {
+    return pyllm_pair(pyllm_half(a, 0) * pyllm_half(b, 0), pyllm_half(a, 1) * pyllm_half(b, 1));
+}
+DEVICE u32 h2_pack(float low, float high) { return f32_to_f16_bits(low) | (u32)f32_to_f16_bits(high) << 16; }
+
+DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 bytes = (u64)b << 32 | a;
+    u32 chosen = 0;
+    for (int j = 0; j < 4; j++) chosen |= (u32)(bytes >> 8 * (selector >> 4 * j & 7) & 255) << 8 * j;
+    return chosen;
+}
+
+DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {
+    u32 bytes = 0;
+    for (int j = 0; j < 4; j++) {
+        const u32 i = index >> 8 * j & 15;
+        bytes |= (table[i / 4] >> 8 * (i % 4) & 255) << 8 * j;
+    }
+    return bytes;
+}
+
 #define PYLLM_MATH(name) \
     DEVICE float name##f(float x) { return __builtin_##name##f(x); }
 PYLLM_MATH(fabs)

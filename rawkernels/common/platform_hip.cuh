@@ -43,6 +43,39 @@ DEVICE i32 dot4(i32 a, i32 b, i32 acc) {
 DEVICE float f16_bits_to_f32(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 DEVICE u16 f32_to_f16_bits(float value) { return __builtin_bit_cast(u16, (_Float16)value); }
 
+typedef _Float16 pyllm_half2 __attribute__((ext_vector_type(2)));
+DEVICE pyllm_half2 pyllm_halves(u32 pair) { return __builtin_bit_cast(pyllm_half2, pair); }
+DEVICE u32 pyllm_pair(pyllm_half2 halves) { return __builtin_bit_cast(u32, halves); }
+
+DEVICE u32 h2_add(u32 a, u32 b) {
+#pragma clang fp contract(off)
+    return pyllm_pair(pyllm_halves(a) + pyllm_halves(b));
+}
+DEVICE u32 h2_sub(u32 a, u32 b) {
+#pragma clang fp contract(off)
+    return pyllm_pair(pyllm_halves(a) - pyllm_halves(b));
+}
+DEVICE u32 h2_mul(u32 a, u32 b) {
+#pragma clang fp contract(off)
+    return pyllm_pair(pyllm_halves(a) * pyllm_halves(b));
+}
+DEVICE u32 h2_fma(u32 a, u32 b, u32 c) {
+    return pyllm_pair(__builtin_elementwise_fma(pyllm_halves(a), pyllm_halves(b), pyllm_halves(c)));
+}
+DEVICE u32 h2_pack(float low, float high) { return pyllm_pair(pyllm_half2{(_Float16)low, (_Float16)high}); }
+
+// The instruction takes a selector of bytes and counts the bytes of its second factor first.
+DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) {
+    const u32 bytes = (selector & 7) | (selector & 0x70) << 4 | (selector & 0x700) << 8 | (selector & 0x7000) << 12;
+    return __builtin_amdgcn_perm(b, a, bytes);
+}
+
+DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {
+    const u32 low = __builtin_amdgcn_perm(table[1], table[0], index & 0x07070707u);
+    const u32 high = __builtin_amdgcn_perm(table[3], table[2], index & 0x07070707u);
+    return __builtin_amdgcn_perm(high, low, 0x03020100u | (index & 0x08080808u) >> 1);
+}
+
 DEVICE float fast_exp(float x) { return __builtin_amdgcn_exp2f(x * 1.4426950408889634f); }
 DEVICE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float rsqrt_f(float x) { return rsqrtf(x); }

@@ -1,10 +1,13 @@
-// decode8: eight consecutive weights of a row as float32, whatever the block format.
+// decode8, decode8_half2: eight consecutive weights of a row as float32 or f16, whatever the block format.
 //
-//   void decode8(const u8* row, i32 k, float* w)     w[j] = element k + j of the row, j = 0..7; k % 8 == 0
+//   void decode8(const u8* row, i32 k, float* w)         w[j] = element k + j of the row, j = 0..7; k % 8 == 0
+//   void decode8_half2(const u8* row, i32 k, u32 (&w)[4])   the same as f16: element k + 2j in the low half of w[j]
 //
 // Defines   QTYPE, the GGUF type id; one format is compiled in.
-// Layouts and formulas are those of pyllm/quants/<format>.py; products are evaluated in the same order, so the
-// values are the reference's bit for bit.
+// Layouts and formulas are those of pyllm/quants/<format>.py; decode8 evaluates products in the same order, so its
+// values are the reference's bit for bit. decode8_half2 may round the scales of a block to f16 before the last rounding:
+// beside the exact value it is off by at most 1.5 units in the last place of the largest weight that the scales allow, or
+// by 2^-20 where that is more (tests/ops/test_decode8.py).
 #pragma once
 #include "common/platform.cuh"
 
@@ -28,4 +31,13 @@
 #include "quants/bf16.cuh"
 #else
 #error "QTYPE names a block format that has no kernel"
+#endif
+
+#if !defined(DECODE8_HALF2)
+DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
+    float values[8];
+    decode8(row, k, values);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = h2_pack(values[2 * j], values[2 * j + 1]);
+}
 #endif

@@ -1,22 +1,27 @@
-// Q4_K: 256 weights in 144 bytes: d f16 @0, dmin f16 @2, packed scales @4, nibbles @16. 16-byte aligned.
+// Q4_K: 256 weights in 144 bytes: scales @0 (k_scales.cuh), nibbles @16. 16-byte aligned.
 // Of each 64 weights the first 32 are the low nibbles of 32 bytes, the others the high ones. w = (d sc) n - dmin m.
 #pragma once
 #include "quants/k_scales.cuh"
 
+DEVICE KScale codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
+    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 144;
+    const u32 i = static_cast<u32>(k) % 256;
+    const u64 nibbles = *reinterpret_cast<const u64*>(block + 16 + i / 64 * 32 + i % 32);
+    const u32 shift = i / 32 % 2 * 4;
+    codes[0] = static_cast<u32>(nibbles) >> shift & 0x0F0F0F0Fu;
+    codes[1] = static_cast<u32>(nibbles >> 32) >> shift & 0x0F0F0F0Fu;
+    return k_scale(block, i / 32);
+}
+
 DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    const u8* block = row + static_cast<i64>(k / 256) * 144;
-    const u32 scales = *reinterpret_cast<const u32*>(block);
-    const i32 i = k % 256;
-    const i32 sub = i / 32;
-    i32 sc, m;
-    k_scale_min(block + 4, sub, sc, m);
-    const float d = to_f32(f16_from_bits(static_cast<u16>(scales & 0xFFFF))) * static_cast<float>(sc);
-    const float minimum = to_f32(f16_from_bits(static_cast<u16>(scales >> 16))) * static_cast<float>(m);
-    const u32* nibbles = reinterpret_cast<const u32*>(block + 16 + 32 * (i / 64) + i % 32);
-    const i32 shift = 4 * (sub % 2);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const u32 n = (nibbles[j / 4] >> (8 * (j % 4) + shift)) & 15;
-        w[j] = sub_rn(mul_rn(d, static_cast<float>(n)), minimum);
-    }
+    u32 codes[2];
+    const KScale scale = codes8(row, k, codes);
+    k_decode8(codes, scale, w);
+}
+
+#define DECODE8_HALF2
+DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
+    u32 codes[2];
+    const KScale scale = codes8(row, k, codes);
+    k_decode8_half2<8>(codes, scale, w);
 }

@@ -2,22 +2,29 @@
 #pragma once
 #include "quants/k_scales.cuh"
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    const u8* block = row + static_cast<i64>(k / 256) * 176;
-    const u32 scales = *reinterpret_cast<const u32*>(block);
-    const i32 i = k % 256;
-    const i32 sub = i / 32;
-    i32 sc, m;
-    k_scale_min(block + 4, sub, sc, m);
-    const float d = to_f32(f16_from_bits(static_cast<u16>(scales & 0xFFFF))) * static_cast<float>(sc);
-    const float minimum = to_f32(f16_from_bits(static_cast<u16>(scales >> 16))) * static_cast<float>(m);
-    const u32* fifth = reinterpret_cast<const u32*>(block + 16 + i % 32);
-    const u32* nibbles = reinterpret_cast<const u32*>(block + 48 + 32 * (i / 64) + i % 32);
-    const i32 shift = 4 * (sub % 2);
+DEVICE KScale codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
+    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 176;
+    const u32 i = static_cast<u32>(k) % 256;
+    const u64 fifth = *reinterpret_cast<const u64*>(block + 16 + i % 32);
+    const u64 nibbles = *reinterpret_cast<const u64*>(block + 48 + i / 64 * 32 + i % 32);
+    const u32 sub = i / 32;
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const u32 low = (nibbles[j / 4] >> (8 * (j % 4) + shift)) & 15;
-        const u32 high = (fifth[j / 4] >> (8 * (j % 4) + sub)) & 1;
-        w[j] = sub_rn(mul_rn(d, static_cast<float>(low | (high << 4))), minimum);
+    for (int j = 0; j < 2; j++) {
+        const u32 low = static_cast<u32>(nibbles >> 32 * j) >> sub % 2 * 4 & 0x0F0F0F0Fu;
+        codes[j] = low | (static_cast<u32>(fifth >> 32 * j) >> sub & 0x01010101u) << 4;
     }
+    return k_scale(block, sub);
+}
+
+DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
+    u32 codes[2];
+    const KScale scale = codes8(row, k, codes);
+    k_decode8(codes, scale, w);
+}
+
+#define DECODE8_HALF2
+DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
+    u32 codes[2];
+    const KScale scale = codes8(row, k, codes);
+    k_decode8_half2<16>(codes, scale, w);
 }
