@@ -24,6 +24,9 @@
 //   rsqrt_f                          1 / sqrt
 //   mul_rn, add_rn, sub_rn           rounded on their own, never fused with a neighbour
 //   load16<T>(p), store16(p, v)      one 128-bit access; p must be 16-byte aligned
+//   async_copy16(shared, global)     16 bytes, both aligned, from global to shared memory; done at the latest when
+//   async_commit(), async_wait<N>()  the thread has waited: commit ends a group of its copies, wait returns when all of its
+//                                    groups but the last N have arrived. Other threads see them behind a barrier
 //   threadIdx, blockIdx, blockDim, gridDim, and from C: fmaf fabsf fminf fmaxf sqrtf floorf rintf expf exp2f logf
 //   log2f tanhf cosf sinf powf erff, min, max
 //

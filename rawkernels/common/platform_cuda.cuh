@@ -91,6 +91,21 @@ DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 
+// Past the first cache: what is copied is used from shared memory.
+DEVICE void async_copy16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :
+                 : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
+                 : "memory");
+}
+
+DEVICE void async_commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+template <int N>
+DEVICE void async_wait() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
 // Through the built-in vector type, which the compiler moves in one instruction.
 template <typename T = u32x4>
 DEVICE T load16(const void* address) {
