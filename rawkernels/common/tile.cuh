@@ -9,6 +9,14 @@
 //   }
 //   for (int i = 0; i < TILE_C_ELEMENTS; i++) out[tile_c_row(i)][tile_c_col(i)] = c.x[i];
 //
+// What a product over the columns of a C needs without leaving the registers, as in attention:
+//
+//   tile_load_b_rows(b, rows, ld)  B from rows k of 16 columns n
+//   TILE_ROWS                      rows of C that a lane has elements of; element i is in row tile_row_of(tile_c_slot(i))
+//   tile_row_max, tile_row_sum     over the lanes that have elements of one row, the same bits in all of them
+//   tile_c_to_a(a, c)              C as the next product's A, rounded to f16
+//   tile_add_halves(c)             rows 0-7 and 8-15 both become the sum of row r and row r + 8
+//
 // Sources lie in shared memory, 16-byte aligned; ld, in elements, is a multiple of 8. An ld of 8 more than a multiple of
 // 64 keeps the loads free of bank conflicts. All lanes of the warp call these functions together; blocks have one
 // dimension. The loader defines TILE_MMA (NVIDIA, sm_80 and later), TILE_WMMA (RDNA 3 and 3.5) or TILE_MFMA (CDNA).

@@ -39,6 +39,20 @@ DEVICE void ldmatrix_x4(u32 (&r)[4], const f16* row) {
     }
 }
 
+// ldmatrix.m8n8.x4.trans: elements 2(l % 4) and the next of column l / 4 of each block
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const f16* row) {
+    tile_check_source(row);
+    const u8* const slots = pyllm_show_tile(EXCHANGE_TILE_LOAD, &row, sizeof(row));
+    const int lane = pyllm_emulation->lane;
+    for (int block = 0; block < 4; block++) {
+        for (int half = 0; half < 2; half++) {
+            const f16* source;
+            __builtin_memcpy(&source, slots + (8 * block + lane % 4 * 2 + half) * EXCHANGE_BYTES, sizeof(source));
+            __builtin_memcpy((u8*)&r[block] + 2 * half, source + lane / 4, sizeof(u16));
+        }
+    }
+}
+
 // mma.m16n8k16.row.col
 DEVICE void mma_m16n8k16(float* c, const u32* a, const u32* b) {
     float registers[12];  // 8 of A, 4 of B

@@ -1,7 +1,8 @@
 // tile_mfma: one v_mfma_f32_16x16x16_f16 in waves of 64 (CDNA).
 //
-// With r = lane % 16 and g = lane / 16: A holds row r and B column r, k 4g to 4g + 3. C element i is row 4g + i,
-// column r. (CDNA3 ISA, "Matrix Arithmetic Instructions".)
+// With r = lane % 16 and g = lane / 16: A holds row r and B column r, k 4g to 4g + 3. The instruction leaves element i of
+// row 4g + i, column r. (CDNA3 ISA, "Matrix Arithmetic Instructions".) It is given B as its rows, so that a lane has
+// elements of one row of C, row r, columns 4g + i: where an A has its k.
 #pragma once
 
 static_assert(WARP_SIZE == 64, "MFMA runs on waves of 64");
@@ -42,7 +43,39 @@ DEVICE u64 mfma_load(const f16* smem, int ld) {
 DEVICE void tile_load_a(FragA& a, const f16* smem, int ld) { a.k = mfma_load(smem, ld); }
 DEVICE void tile_load_b(FragB& b, const f16* smem, int ld) { b.k = mfma_load(smem, ld); }
 
-DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) { mfma_16x16x16(c.x, a.k, b.k); }
+// Column r gathered from rows k.
+DEVICE void tile_load_b_rows(FragB& b, const f16* smem, int ld) {
+    const f16* const column = smem + LANE() / 16 * 4 * ld + LANE() % 16;
+    u64 k = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) k |= (u64)column[i * ld].bits << 16 * i;
+    b.k = k;
+}
 
-DEVICE int tile_c_row(int i) { return LANE() / 16 * 4 + i; }
-DEVICE int tile_c_col(int i) { return (void)i, LANE() % 16; }
+DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) { mfma_16x16x16(c.x, b.k, a.k); }
+
+DEVICE int tile_c_row(int i) { return (void)i, LANE() % 16; }
+DEVICE int tile_c_col(int i) { return LANE() / 16 * 4 + i; }
+
+constexpr int TILE_ROWS = 1;
+DEVICE int tile_row_of(int slot) { return (void)slot, LANE() % 16; }
+DEVICE constexpr int tile_c_slot(int i) { return (void)i, 0; }
+
+DEVICE float tile_row_max(float x) {
+    x = fmaxf(x, shfl_xor(x, 16));
+    return fmaxf(x, shfl_xor(x, 32));
+}
+
+DEVICE float tile_row_sum(float x) {
+    x += shfl_xor(x, 16);
+    return x + shfl_xor(x, 32);
+}
+
+DEVICE void tile_c_to_a(FragA& a, const FragC& c) {
+    a.k = h2_pack(c.x[0], c.x[1]) | (u64)h2_pack(c.x[2], c.x[3]) << 32;
+}
+
+DEVICE void tile_add_halves(FragC& c) {
+#pragma unroll
+    for (int i = 0; i < TILE_C_ELEMENTS; i++) c.x[i] += shfl_xor(c.x[i], 8);
+}

@@ -33,6 +33,15 @@ DEVICE void ldmatrix_x4(u32 (&r)[4], const f16* row) {
                  : "memory");
 }
 
+// The same, each 8x8 block transposed.
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const f16* row) {
+    const u32 address = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 DEVICE void mma_m16n8k16(float* c, const u32* a, const u32* b) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -53,6 +62,12 @@ DEVICE void tile_load_b(FragB& b, const f16* smem, int ld) {
     ldmatrix_x4(b.r, smem + (lane % 8 + lane / 16 * 8) * ld + lane / 8 % 2 * 8);
 }
 
+// The same blocks from rows k: k advances behind columns.
+DEVICE void tile_load_b_rows(FragB& b, const f16* smem, int ld) {
+    const int lane = LANE();
+    ldmatrix_x4_trans(b.r, smem + lane % 16 * ld + lane / 16 * 8);
+}
+
 DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) {
     mma_m16n8k16(c.x, a.r, b.r);
     mma_m16n8k16(c.x + 4, a.r, b.r + 2);
@@ -60,3 +75,31 @@ DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) {
 
 DEVICE int tile_c_row(int i) { return LANE() / 4 + i / 2 % 2 * 8; }
 DEVICE int tile_c_col(int i) { return LANE() % 4 * 2 + i % 2 + i / 4 * 8; }
+
+constexpr int TILE_ROWS = 2;
+DEVICE int tile_row_of(int slot) { return LANE() / 4 + slot * 8; }
+DEVICE constexpr int tile_c_slot(int i) { return i / 2 % 2; }
+
+DEVICE float tile_row_max(float x) {
+    x = fmaxf(x, shfl_xor(x, 1));
+    return fmaxf(x, shfl_xor(x, 2));
+}
+
+DEVICE float tile_row_sum(float x) {
+    x += shfl_xor(x, 1);
+    return x + shfl_xor(x, 2);
+}
+
+// The columns of C lie where A has its k.
+DEVICE void tile_c_to_a(FragA& a, const FragC& c) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a.r[i] = h2_pack(c.x[2 * i], c.x[2 * i + 1]);
+}
+
+DEVICE void tile_add_halves(FragC& c) {
+#pragma unroll
+    for (int i = 0; i < TILE_C_ELEMENTS; i += 4) {
+        c.x[i] = c.x[i + 2] = c.x[i] + c.x[i + 2];
+        c.x[i + 1] = c.x[i + 3] = c.x[i + 1] + c.x[i + 3];
+    }
+}

@@ -1,7 +1,8 @@
 // tile_wmma: one v_wmma_f32_16x16x16_f16 in waves of 32 (RDNA 3 and 3.5).
 //
-// With r = lane % 16: A holds row r and B column r, all 16 k, the same in lanes r and r + 16. C element i is row
-// 2i + lane / 16, column r. (RDNA3 ISA, "Wave Matrix Multiply Accumulate".) RDNA 4 has another layout.
+// With r = lane % 16: A holds row r and B column r, all 16 k, the same in lanes r and r + 16. The instruction leaves
+// element i of row 2i + lane / 16, column r. (RDNA3 ISA, "Wave Matrix Multiply Accumulate".) It is given B as its rows, so
+// that a lane has elements of one row of C: row r, column 2i + lane / 16. RDNA 4 has another layout.
 #pragma once
 
 static_assert(WARP_SIZE == 32, "this WMMA layout is that of waves of 32");
@@ -50,7 +51,44 @@ DEVICE void tile_load_b(FragB& b, const f16* smem, int ld) {
     b.k[1] = load16(column + 8);
 }
 
-DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) { wmma_16x16x16(c.x, a.k, b.k); }
+// Column r gathered from rows k.
+DEVICE void tile_load_b_rows(FragB& b, const f16* smem, int ld) {
+    const f16* const column = smem + LANE() % 16;
+    u32 words[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) words[i] = column[2 * i * ld].bits | (u32)column[(2 * i + 1) * ld].bits << 16;
+    b.k[0] = u32x4{words[0], words[1], words[2], words[3]};
+    b.k[1] = u32x4{words[4], words[5], words[6], words[7]};
+}
 
-DEVICE int tile_c_row(int i) { return 2 * i + LANE() / 16; }
-DEVICE int tile_c_col(int i) { return (void)i, LANE() % 16; }
+DEVICE void tile_mma(FragC& c, const FragA& a, const FragB& b) { wmma_16x16x16(c.x, b.k, a.k); }
+
+DEVICE int tile_c_row(int i) { return (void)i, LANE() % 16; }
+DEVICE int tile_c_col(int i) { return 2 * i + LANE() / 16; }
+
+constexpr int TILE_ROWS = 1;
+DEVICE int tile_row_of(int slot) { return (void)slot, LANE() % 16; }
+DEVICE constexpr int tile_c_slot(int i) { return (void)i, 0; }
+
+DEVICE float tile_row_max(float x) { return fmaxf(x, shfl_xor(x, 16)); }
+DEVICE float tile_row_sum(float x) { return x + shfl_xor(x, 16); }
+
+// Lanes 0-15 have the even columns, the others the odd ones; both need all.
+DEVICE void tile_c_to_a(FragA& a, const FragC& c) {
+    const bool odd = LANE() >= 16;
+    u32 words[8];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 mine = h2_pack(c.x[2 * i], c.x[2 * i + 1]);
+        const u32 other = shfl_xor(mine, 16);
+        words[2 * i] = byte_perm(odd ? other : mine, odd ? mine : other, 0x5410);
+        words[2 * i + 1] = byte_perm(odd ? other : mine, odd ? mine : other, 0x7632);
+    }
+    a.k[0] = u32x4{words[0], words[1], words[2], words[3]};
+    a.k[1] = u32x4{words[4], words[5], words[6], words[7]};
+}
+
+DEVICE void tile_add_halves(FragC& c) {
+#pragma unroll
+    for (int i = 0; i < TILE_C_ELEMENTS; i++) c.x[i] += shfl_xor(c.x[i], 8);
+}

@@ -177,3 +177,51 @@ def test_tiles(anywhere: Throwaway, stride: int) -> None:
     anywhere.launch(source, *inputs, out, block=(2 * anywhere.wave,), defines={"STRIDE": stride})
     exact = a.astype(np.float64) @ b.astype(np.float64).swapaxes(1, 2)
     np.testing.assert_allclose(anywhere.device.download(out), exact, rtol=0, atol=2e-5)
+
+
+def test_a_product_over_the_columns_of_a_product(anywhere: Throwaway) -> None:
+    """C = A B as the A of another product, whose B is stored by rows; sums and maxima along C's rows."""
+    source = """
+    KERNEL(WARP_SIZE) probe(const f16* a, const f16* b, const f16* v, float* out, float* of_rows, float* halves) {
+        SHARED f16 tiles[3][16 * 24];
+        for (int i = LANE(); i < 256; i += WARP_SIZE) {
+            tiles[0][i / 16 * 24 + i % 16] = a[i];
+            tiles[1][i / 16 * 24 + i % 16] = b[i];
+            tiles[2][i / 16 * 24 + i % 16] = v[i];
+        }
+        WARP_BARRIER();
+        FragA fa, weights;
+        FragB fb, fv;
+        FragC c, sum;
+        tile_load_a(fa, tiles[0], 24);
+        tile_load_b(fb, tiles[1], 24);
+        tile_load_b_rows(fv, tiles[2], 24);
+        tile_zero(c);
+        tile_zero(sum);
+        tile_mma(c, fa, fb);
+        tile_c_to_a(weights, c);
+        tile_mma(sum, weights, fv);
+        float total[TILE_ROWS], most[TILE_ROWS];
+        for (int slot = 0; slot < TILE_ROWS; slot++) total[slot] = 0, most[slot] = -INFINITY_F;
+        for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+            out[tile_c_row(i) * 16 + tile_c_col(i)] = sum.x[i];
+            total[tile_c_slot(i)] += c.x[i];
+            most[tile_c_slot(i)] = fmaxf(most[tile_c_slot(i)], c.x[i]);
+        }
+        for (int slot = 0; slot < TILE_ROWS; slot++) {
+            of_rows[tile_row_of(slot)] = tile_row_sum(total[slot]);
+            of_rows[16 + tile_row_of(slot)] = tile_row_max(most[slot]);
+        }
+        tile_add_halves(c);
+        for (int i = 0; i < TILE_C_ELEMENTS; i++) halves[tile_c_row(i) * 16 + tile_c_col(i)] = c.x[i];
+    }
+    """
+    a, b, v = np.random.default_rng(1).standard_normal((3, 16, 16)).astype(np.float16)
+    outputs = [anywhere.device.upload(np.full(shape, np.nan, np.float32)) for shape in ((16, 16), (2, 16), (16, 16))]
+    anywhere.launch(source, *map(anywhere.device.upload, (a, b, v)), *outputs, block=(anywhere.wave,))
+    out, (sums, maxima), halves = map(anywhere.device.download, outputs)
+    c = a.astype(np.float64) @ b.astype(np.float64).T
+    np.testing.assert_allclose(out, c.astype(np.float16).astype(np.float64) @ v.astype(np.float64), rtol=0, atol=5e-3)
+    np.testing.assert_allclose(sums, c.sum(axis=1), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(maxima, c.max(axis=1), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(halves, np.tile(c[:8] + c[8:], (2, 1)), rtol=0, atol=2e-5)
