@@ -28,7 +28,7 @@ from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
-from pyllm.ops.mul_mat import GPU_TYPES, MAX_VEC_TOKENS, MUL_MAT, plan_mul_mat, scratch_size
+from pyllm.ops.mul_mat import MAX_VEC_TOKENS, MUL_MAT, plan_mul_mat, scratch_size
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
@@ -37,7 +37,7 @@ from pyllm.ops.silu_mul import SILU_MUL
 from pyllm.ops.softcap import SOFTCAP
 from pyllm.ops.take_rows import TAKE_ROWS
 from pyllm.ops.top_k import PART, TOP_K, scratch_columns
-from pyllm.quants import FORMATS, QuantType, dequantize, row_bytes
+from pyllm.quants import FORMATS, GPU_TYPES, QuantType, dequantize, row_bytes
 from pyllm.weight import Weight
 
 HALF = 2.0**-11  # relative error of a rounding to f16

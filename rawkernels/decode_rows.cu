@@ -4,7 +4,7 @@
 // Launch    grid (ceil(K / 1024), N), block (128): eight elements per thread
 // Numerics  exact decode, one rounding to nearest even, saturated at 65504
 // Defines   QTYPE
-// Compile   QTYPE=0,1,2,3,8,12,13,14,30
+// Compile   QTYPE=0,12,14,22
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 

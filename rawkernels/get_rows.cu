@@ -4,7 +4,7 @@
 // Launch    grid (n, ceil(row_elements / (8 * block))), block (128): eight elements per thread
 // Numerics  exact decode; one product with scale
 // Defines   QTYPE
-// Compile   QTYPE=0,1,2,3,8,12,13,14,30
+// Compile   QTYPE=0,1,2,3,6,7,8,10,11,12,13,14,16,17,18,19,20,21,22,23,29,30,34,35,39,40
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 

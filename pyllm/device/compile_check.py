@@ -180,7 +180,7 @@ def check(names: list[str]) -> int:
 
     def run(job: tuple[str, Target, dict[str, int]]) -> str:
         name, target, defines = job
-        return compilers[target.vendor].compile(source_text(name), target, target_defines(target, defines))
+        return compilers[target.vendor].compile(source_text(name, defines), target, target_defines(target, defines))
 
     failures = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -20,9 +20,8 @@ from pyllm.device.emulation.guards import GuardedArena
 from pyllm.device.emulation.kernel import EmulatedKernel, variant_key
 from pyllm.device.host import HostDevice
 from pyllm.errors import DeviceError, UsageError
-from pyllm.ops.mul_mat import GPU_TYPES
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
-from pyllm.quants import QuantType
+from pyllm.quants import GPU_TYPES, QuantType
 
 _DEFAULT_SEED = 1
 _WARP_SIZES = {"mma": (32,), "wmma": (32,), "mfma": (64,)}

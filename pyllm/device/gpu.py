@@ -22,12 +22,12 @@ from pyllm.device.base import Device, Event, Graph, PinnedBuffer
 from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.errors import DeviceError
-from pyllm.ops.mul_mat import GPU_TYPES
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
-from pyllm.quants import QuantType
+from pyllm.quants import GPU_TYPES, QuantType
 
 STAGING_BYTES = 32 << 20  # of each pinned buffer through which uploads go
 STAGING_BUFFERS = 2
+STATIC_SHARED = 48 << 10  # a kernel gets more shared memory only when it asks for it
 INSTALL = "pip install 'pyllm[cuda12]', 'pyllm[cuda13]' or 'pyllm[rocm7]'"
 WMMA_ARCHS = ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151")
 MFMA_ARCHS = ("gfx90a", "gfx942")
@@ -238,6 +238,8 @@ class GpuDevice(Device):
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = self._compile(launch)
+        if launch.shared_bytes > max(STATIC_SHARED, function.max_dynamic_shared_size_bytes):
+            function.max_dynamic_shared_size_bytes = launch.shared_bytes
         args = tuple(self._address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
         grid, block = (_three(extents) for extents in (launch.grid, launch.block))
         function(grid, block, args, shared_mem=launch.shared_bytes)
@@ -284,7 +286,7 @@ class GpuDevice(Device):
     def _compile(self, launch: KernelLaunch) -> Any:
         # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.
         options = ("-std=c++17", *define_options(target_defines(self.target, launch.defines)))
-        module = self._cupy.RawModule(code=source_text(launch.source), options=options, backend="nvrtc")
+        module = self._cupy.RawModule(code=source_text(launch.source, launch.defines), options=options, backend="nvrtc")
         try:
             return module.get_function(launch.entry)
         except self._cupy.cuda.compiler.CompileException as error:

@@ -2,7 +2,8 @@
 
 A compiler gets one text in which every `#include "..."` has been replaced by that file, so that a hash of the text says
 all about what is compiled: CuPy's cache, for one, leaves included headers out of its key. `#line` directives keep
-messages at the real file and line. This module compiles nothing; each device does that in its own way.
+messages at the real file and line. An `#include "generated/..."` is replaced by text made here, from what the package
+knows and from the variant's defines. This module compiles nothing; each device does that in its own way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import pyllm
 from pyllm.errors import DeviceError
 from pyllm.ops.op import Target
+from pyllm.quants import QuantType
+from pyllm.quants.grids import GRID_TYPES, grid_words
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 _PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\b")
@@ -43,27 +46,28 @@ def kernel_names() -> list[str]:
     return sorted(path.stem for path in kernel_folder().glob("*.cu"))
 
 
-def source_text(source: str) -> str:
+def source_text(source: str, defines: Mapping[str, int] | None = None) -> str:
     """The complete text of a kernel source.
 
     Args:
         source: a name, for rawkernels/<name>.cu, or the path of a .cu file of one's own. Its includes are looked for
             in rawkernels/ ("common/platform.cuh"), then beside the including file.
+        defines: the variant's own, which say what generated includes hold; without them those are empty.
 
     Raises:
         DeviceError: a file is missing, or files include each other in a circle.
     """
-    return expand_file(source if source.endswith(".cu") else f"{source}.cu")
+    return expand_file(source if source.endswith(".cu") else f"{source}.cu", defines)
 
 
-def expand_file(name: str | Path) -> str:
+def expand_file(name: str | Path, defines: Mapping[str, int] | None = None) -> str:
     """A file with its includes in place; a relative name is looked for in rawkernels/ first.
 
     Raises:
         DeviceError: as `source_text`.
     """
     path = kernel_folder() / name
-    return "\n".join(_expand(path if path.is_file() else Path(name), ())) + "\n"
+    return "\n".join(_expand(path if path.is_file() else Path(name), (), defines or {})) + "\n"
 
 
 def target_defines(target: Target, defines: Mapping[str, int]) -> dict[str, str]:
@@ -117,7 +121,20 @@ def digest(*parts: str) -> str:
     return whole.hexdigest()[:32]
 
 
-def _expand(path: Path, including: tuple[Path, ...]) -> list[str]:
+def _quant_grid(defines: Mapping[str, int]) -> list[str]:
+    """The codebook of the block format QTYPE, for rawkernels/quants/grid.cuh."""
+    qtype = defines.get("QTYPE")
+    if qtype not in GRID_TYPES:
+        return []
+    words = [f"0x{word:08X}u" for word in grid_words(QuantType(qtype))]
+    rows = [", ".join(words[first : first + 8]) + "," for first in range(0, len(words), 8)]
+    return [f"DEVICE_TABLE u32 quant_grid[{len(words)}] = {{", *rows, "};"]
+
+
+_GENERATED = {"generated/quant_grid.cuh": _quant_grid}
+
+
+def _expand(path: Path, including: tuple[Path, ...], defines: Mapping[str, int]) -> list[str]:
     """Lines of a file with its includes in place. Each is guarded by a macro instead of being dropped the second time,
     since the first may stand in a branch that is not compiled."""
     if path in including:
@@ -133,7 +150,10 @@ def _expand(path: Path, including: tuple[Path, ...]) -> list[str]:
         if include := _INCLUDE.match(line):
             guard = "PYLLM_INCLUDED_" + re.sub(r"\W", "_", include[1])
             lines += [f"#ifndef {guard}", f"#define {guard}"]
-            lines += _expand(_find(include[1], path), (*including, path))
+            if include[1] in _GENERATED:
+                lines += [f'#line 1 "{include[1]}"', *_GENERATED[include[1]](defines)]
+            else:
+                lines += _expand(_find(include[1], path), (*including, path), defines)
             lines += ["#endif", f'#line {number + 1} "{_shown(path)}"']
         else:
             lines.append("" if _PRAGMA_ONCE.match(line) else line)

@@ -27,11 +27,6 @@ def mul_mat_ref(x: np.ndarray, weight: Weight, scratch: np.ndarray | None, out: 
 
 DECODED_AT_ONCE = 1 << 20  # elements: what the reference decodes stays in the caches until it is multiplied
 
-GPU_TYPES = frozenset(
-    QuantType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-)
-"""Block types for which rawkernels/quants has a decoder."""
-
 LIBRARY_WORK = 1 << 31  # multiply-adds; from there on the library gains more than its two further launches cost
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
 

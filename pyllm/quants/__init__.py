@@ -17,7 +17,7 @@ from pyllm.errors import ShapeError, UnsupportedError
 from pyllm.quants import float as floats
 from pyllm.quants import iq4_nl, iq4_xs, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
 
-__all__ = ["FORMATS", "BlockFormat", "QuantType", "decodable_types", "dequantize", "row_bytes"]
+__all__ = ["FORMATS", "GPU_TYPES", "BlockFormat", "QuantType", "decodable_types", "dequantize", "row_bytes"]
 
 # One chunk (512 KiB of float32 and a few times 128 KiB of bytes) stays in a core's L2 cache; half of it was measured to
 # be 10 to 15 % slower, a quarter 40 %.
@@ -150,6 +150,9 @@ def _formats() -> dict[QuantType, BlockFormat]:
 
 
 FORMATS: dict[QuantType, BlockFormat] = _formats()
+
+GPU_TYPES = frozenset(qtype for qtype, block_format in FORMATS.items() if block_format.decode)
+"""Block types that kernels read: those with a decoder here have one in rawkernels/quants too."""
 
 
 def decodable_types() -> list[str]:

@@ -9,6 +9,7 @@
 //   RESTRICT                         pointers that do not alias
 //   SHARED type name[n];             static shared memory, 16-byte aligned, for use inside kernels
 //   DYNAMIC_SHARED(type, name);      the launch's shared_bytes, 16-byte aligned, as `type* name`
+//   DEVICE_TABLE type name[n] = {...};   constant data, at file scope
 //   BARRIER()                        all threads of the block; every thread must come here
 //   WARP_BARRIER()                   all lanes of the warp; orders their shared-memory accesses
 //   DEVICE_FENCE()                   writes before it are visible to the device before writes after it

@@ -10,6 +10,8 @@
     extern __shared__ __align__(16) u8 pyllm_dynamic_shared[];    \
     type* const name = reinterpret_cast<type*>(pyllm_dynamic_shared)
 
+#define DEVICE_TABLE __device__ const
+
 #define BARRIER() __syncthreads()
 #define WARP_BARRIER() __syncwarp()
 #define DEVICE_FENCE() __threadfence()

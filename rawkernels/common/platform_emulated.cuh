@@ -19,6 +19,8 @@ Emulation* pyllm_emulation;  // set by the runtime before the kernel runs
 #define SHARED static __attribute__((section("pyllm_shared"), aligned(16), used))
 #define DYNAMIC_SHARED(type, name) type* const name = reinterpret_cast<type*>(pyllm_emulation->dynamic_shared)
 
+#define DEVICE_TABLE static const
+
 #define BARRIER() pyllm_emulation->barrier()
 #define WARP_BARRIER() ((void)pyllm_emulation->exchange(EXCHANGE_BARRIER))
 #define DEVICE_FENCE() ((void)0)

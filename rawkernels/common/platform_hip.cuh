@@ -13,6 +13,8 @@
     extern __shared__ __attribute__((aligned(16))) u8 pyllm_dynamic_shared[];   \
     type* const name = reinterpret_cast<type*>(pyllm_dynamic_shared)
 
+#define DEVICE_TABLE __device__ const
+
 #define BARRIER() __syncthreads()
 // Lanes run in step; what is needed is that the compiler keeps the order of shared-memory accesses.
 #define WARP_BARRIER()                                          \

@@ -7,7 +7,7 @@
 // Layouts and formulas are those of pyllm/quants/<format>.py; decode8 evaluates products in the same order, so its
 // values are the reference's bit for bit. decode8_half2 may round the scales of a block to f16 before the last rounding:
 // beside the exact value it is off by at most 1.5 units in the last place of the largest weight that the scales allow, or
-// by 2^-20 where that is more (tests/ops/test_decode8.py).
+// by 2^-20 where that is more (tests/ops/test_decode8.py). Scales of 1,024 and more become infinite there.
 #pragma once
 #include "common/platform.cuh"
 
@@ -19,16 +19,50 @@
 #include "quants/q4_0.cuh"
 #elif QTYPE == 3
 #include "quants/q4_1.cuh"
+#elif QTYPE == 6
+#include "quants/q5_0.cuh"
+#elif QTYPE == 7
+#include "quants/q5_1.cuh"
 #elif QTYPE == 8
 #include "quants/q8_0.cuh"
+#elif QTYPE == 10
+#include "quants/q2_k.cuh"
+#elif QTYPE == 11
+#include "quants/q3_k.cuh"
 #elif QTYPE == 12
 #include "quants/q4_k.cuh"
 #elif QTYPE == 13
 #include "quants/q5_k.cuh"
 #elif QTYPE == 14
 #include "quants/q6_k.cuh"
+#elif QTYPE == 16
+#include "quants/iq2_xxs.cuh"
+#elif QTYPE == 17
+#include "quants/iq2_xs.cuh"
+#elif QTYPE == 18
+#include "quants/iq3_xxs.cuh"
+#elif QTYPE == 19
+#include "quants/iq1_s.cuh"
+#elif QTYPE == 20
+#include "quants/iq4_nl.cuh"
+#elif QTYPE == 21
+#include "quants/iq3_s.cuh"
+#elif QTYPE == 22
+#include "quants/iq2_s.cuh"
+#elif QTYPE == 23
+#include "quants/iq4_xs.cuh"
+#elif QTYPE == 29
+#include "quants/iq1_m.cuh"
 #elif QTYPE == 30
 #include "quants/bf16.cuh"
+#elif QTYPE == 34
+#include "quants/tq1_0.cuh"
+#elif QTYPE == 35
+#include "quants/tq2_0.cuh"
+#elif QTYPE == 39
+#include "quants/mxfp4.cuh"
+#elif QTYPE == 40
+#include "quants/nvfp4.cuh"
 #else
 #error "QTYPE names a block format that has no kernel"
 #endif

@@ -1,5 +1,4 @@
-// The head of Q4_K and Q5_K blocks: d f16 @0, dmin f16 @2, and eight pairs of 6-bit scale and minimum in the 12 bytes
-// @4. w = (d scale) q - dmin minimum. Blocks are 16-byte aligned.
+// Scales of K formats with a minimum: w = (d scale) q - dmin minimum.
 #pragma once
 #include "quants/codes.cuh"
 
@@ -7,7 +6,8 @@ struct KScale {
     float d, minimum;  // d scale, dmin minimum
 };
 
-// Scale and minimum of sub-block j = 0..7.
+// The head of Q4_K and Q5_K blocks, which are 16-byte aligned: d f16 @0, dmin f16 @2, and eight pairs of 6-bit scale and
+// minimum in the 12 bytes @4. Of sub-block j = 0..7.
 DEVICE KScale k_scale(const u8* RESTRICT block, u32 j) {
     const u32x4 head = load16<u32x4>(block);
     const u32 shift = j % 4 * 8;
@@ -30,6 +30,8 @@ DEVICE void k_decode8(const u32 (&codes)[2], KScale scale, float* w) {
 // rounding them to f16 costs no more than rounding the weights.
 template <int CENTRE>
 DEVICE void k_decode8_half2(const u32 (&codes)[2], KScale scale, u32 (&w)[4]) {
-    const u32 pair = h2_pack(scale.d, fmaf(scale.d, static_cast<float>(CENTRE), -scale.minimum));
-    h2_affine<CENTRE>(codes, byte_perm(pair, 0, 0x1010), byte_perm(pair, 0, 0x3232), w);
+    const u32 pair = h2_pack(H2_UP * scale.d, fmaf(scale.d, static_cast<float>(CENTRE), -scale.minimum));
+    h2_of_codes_down<CENTRE>(codes, w);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = h2_fma(w[j], byte_perm(pair, 0, 0x1010), byte_perm(pair, 0, 0x3232));
 }

@@ -24,5 +24,7 @@ DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
 DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
     u32 codes[2];
     const u32 scales = codes8(row, k, codes);
-    h2_affine<0>(codes, byte_perm(scales, 0, 0x1010), byte_perm(scales, 0, 0x3232), w);
+    h2_of_codes<0>(codes, w);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = h2_fma(w[j], byte_perm(scales, 0, 0x1010), byte_perm(scales, 0, 0x3232));
 }

@@ -22,5 +22,5 @@ DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
 DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
     u32 codes[2];
     const u16 d = codes8(row, k, codes);
-    h2_scale<128>(codes, h2_splat(d), w);
+    h2_scale<128>(codes, d, w);
 }

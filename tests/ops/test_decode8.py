@@ -10,9 +10,8 @@ import pytest
 
 from pyllm.device import Device
 from pyllm.kernel_cases import random_weight
-from pyllm.ops.mul_mat import GPU_TYPES
 from pyllm.ops.op import KernelLaunch, Op, Target
-from pyllm.quants import QuantType, dequantize
+from pyllm.quants import GPU_TYPES, QuantType, dequantize
 from pyllm.weight import Weight
 
 SOURCE = str(Path(__file__).with_name("decode8.cu"))

@@ -11,8 +11,7 @@ import pytest
 from pyllm.device import Device
 from pyllm.kernel_cases import attention_case, mul_mat_case, random_weight, top_k_case
 from pyllm.kernel_check import Case, check_case
-from pyllm.ops.mul_mat import GPU_TYPES
-from pyllm.quants import QuantType
+from pyllm.quants import GPU_TYPES, QuantType
 from pyllm.weight import Weight
 from tests.ops.lives import LIVES
 

@@ -107,7 +107,7 @@ class EmulatedKernel:
 
     def __init__(self, launch: KernelLaunch, target: Target) -> None:
         self.name = launch.entry
-        text = source_text(launch.source)
+        text = source_text(launch.source, launch.defines)
         limit = max_threads(launch.source, text, launch.entry)
         # A namespace without a name makes everything local to the library, SHARED variables of inline functions too.
         whole = (
