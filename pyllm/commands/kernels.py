@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyllm.commands import kernels_bench, kernels_build
 from pyllm.commands.console import note, one_line, progress_bar
 
 if TYPE_CHECKING:
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 @click.group("kernels")
 def command() -> None:
-    """List and test the GPU kernels."""
+    """List, test, measure and build the GPU kernels."""
+
+
+command.add_command(kernels_bench.command)
+command.add_command(kernels_build.command)
 
 
 @command.command("list")

@@ -1,0 +1,72 @@
+"""Compiling kernels before they are needed, by several threads: a GPU's compiler takes about a second for each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pyllm.device.compile_check import variants
+from pyllm.device.gpu import GpuDevice
+from pyllm.device.kernel_source import kernel_folder, kernel_names
+from pyllm.errors import DeviceError
+from pyllm.ops.op import KernelLaunch
+
+_ENTRY = re.compile(r"^KERNEL\(\w+\) *(\w+)\(", re.MULTILINE)
+
+Progress = Callable[[int, int, str], None]
+
+
+def all_variants() -> list[KernelLaunch]:
+    """A launch of each variant that the kernels' headers list; it has no arguments and is only good for compiling."""
+    found = []
+    for name in kernel_names():
+        entry = _ENTRY.findall((kernel_folder() / f"{name}.cu").read_text(encoding="utf-8"))[0]
+        found += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants(name)]
+    return found
+
+
+def build(device: GpuDevice, launches: Sequence[KernelLaunch], progress: Progress, threads: int | None = None) -> int:
+    """Compile the kernels of some launches into CuPy's cache.
+
+    Args:
+        progress: called with (done, in all, the kernel that was compiled last).
+        threads: default: one for each core.
+
+    Returns:
+        How many there are now.
+
+    Raises:
+        DeviceError: one of them does not compile.
+    """
+    import cupy
+
+    number = cupy.cuda.runtime.getDevice()
+
+    def compile_one(launch: KernelLaunch) -> str:
+        cupy.cuda.runtime.setDevice(number)  # each thread has a current GPU of its own
+        try:
+            device._compile(launch)
+        except DeviceError:
+            raise
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):  # this variant leaves the file's first kernel out; it is compiled
+                raise DeviceError(f"{launch.source}: {_first_line(error)}") from error
+        return launch.source
+
+    done = 0
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        try:
+            for name in pool.map(compile_one, launches):
+                done += 1
+                progress(done, len(launches), name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return done
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
