@@ -3,6 +3,7 @@
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make lint     ruff and mypy
 # make compile  every kernel for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
+# make compile-all  for all supported kinds of GPUs, with limits on shared memory and on registers in memory; minutes
 # make clean    remove the environment and all caches of this folder
 #
 # PYTHON=... chooses the interpreter for the environment; for test-gpu it is the one that runs the tests, with CuPy,
@@ -15,7 +16,7 @@ PYTHON ?=
 
 GPU_TESTS := tests/ops tests/device tests/models/test_kernel_lives.py tests/unit/test_executor.py
 
-.PHONY: demo test test-gpu lint compile clean
+.PHONY: demo test test-gpu lint compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -37,6 +38,9 @@ lint: $(VENV)/.installed-dev
 
 compile: $(VENV)/.installed-compile
 	$(BIN)/python -m pyllm.device.compile_check
+
+compile-all: $(VENV)/.installed-compile
+	$(BIN)/python -m pyllm.device.compile_check --all
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pyllm.device.compile_check import variants
 from pyllm.device.gpu import GpuDevice
-from pyllm.device.kernel_source import kernel_folder, kernel_names
+from pyllm.device.kernel_header import entry_points, read_header
+from pyllm.device.kernel_source import kernel_names
 from pyllm.errors import DeviceError
 from pyllm.ops.op import KernelLaunch
-
-_ENTRY = re.compile(r"^KERNEL\(\w+\) *(\w+)\(", re.MULTILINE)
 
 Progress = Callable[[int, int, str], None]
 
 
-def all_variants() -> list[KernelLaunch]:
-    """A launch of each variant that the kernels' headers list; it has no arguments and is only good for compiling."""
+def all_variants(arch: str) -> list[KernelLaunch]:
+    """A launch of each variant that the kernels' headers list for a GPU; it has no arguments and is only good for
+    compiling."""
     found = []
     for name in kernel_names():
-        entry = _ENTRY.findall((kernel_folder() / f"{name}.cu").read_text(encoding="utf-8"))[0]
-        found += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants(name)]
+        entry = entry_points(name)[0]
+        variants = [variant.defines for variant in read_header(name).variants if variant.is_for(arch)]
+        found += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants]
     return found
 
 

@@ -1,4 +1,4 @@
-// hiprtc_compile LIBRARY SOURCE OPTION...: compile one source with hiprtc; the log goes to stderr.
+// hiprtc_compile LIBRARY SOURCE CODE OPTION...: compile a source with hiprtc into the file CODE; the log goes to stderr.
 //
 // Exit status: 0 compiled, 1 the source has errors, 2 hiprtc itself does not work.
 #include <dlfcn.h>
@@ -34,9 +34,17 @@ static char *read_file(const char *path) {
     return text;
 }
 
+static void write_file(const char *path, const char *data, size_t size) {
+    FILE *const file = fopen(path, "wb");
+    if (!file || fwrite(data, 1, size, file) != size || fclose(file)) {
+        perror(path);
+        exit(2);
+    }
+}
+
 int main(int count, char **arguments) {
-    if (count < 3) {
-        fprintf(stderr, "usage: hiprtc_compile LIBRARY SOURCE OPTION...\n");
+    if (count < 4) {
+        fprintf(stderr, "usage: hiprtc_compile LIBRARY SOURCE CODE OPTION...\n");
         return 2;
     }
     library = dlopen(arguments[1], RTLD_NOW);
@@ -49,13 +57,15 @@ int main(int count, char **arguments) {
     int (*const compile)(void *, int, const char **) = symbol("hiprtcCompileProgram");
     int (*const log_size)(void *, size_t *) = symbol("hiprtcGetProgramLogSize");
     int (*const get_log)(void *, char *) = symbol("hiprtcGetProgramLog");
+    int (*const code_size)(void *, size_t *) = symbol("hiprtcGetCodeSize");
+    int (*const get_code)(void *, char *) = symbol("hiprtcGetCode");
 
     void *program = NULL;
     if (create(&program, read_file(arguments[2]), "kernel.cu", 0, NULL, NULL)) {
         fprintf(stderr, "hiprtcCreateProgram failed\n");
         return 2;
     }
-    const int result = compile(program, count - 3, (const char **)arguments + 3);
+    const int result = compile(program, count - 4, (const char **)arguments + 4);
     size_t size = 0;
     log_size(program, &size);
     if (size > 1) {
@@ -63,5 +73,18 @@ int main(int count, char **arguments) {
         get_log(program, log);
         fprintf(stderr, "%s\n", log);
     }
-    return result ? 1 : 0;
+    if (result) {
+        return 1;
+    }
+    if (code_size(program, &size)) {
+        fprintf(stderr, "hiprtcGetCodeSize failed\n");
+        return 2;
+    }
+    char *const code = malloc(size);
+    if (!code || get_code(program, code)) {
+        fprintf(stderr, "hiprtcGetCode failed\n");
+        return 2;
+    }
+    write_file(arguments[3], code, size);
+    return 0;
 }

@@ -28,7 +28,7 @@ def command(threads: int | None) -> None:
     device = GpuDevice(poison=False)
     try:
         with progress_bar("compiling", "kernel") as progress:
-            count = build(device, all_variants(), progress, threads)
+            count = build(device, all_variants(device.target.arch), progress, threads)
     finally:
         device.close()
     note(f"{count} kernels for {device.description} are compiled, in {time.monotonic() - began:.0f} s")

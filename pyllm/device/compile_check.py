@@ -1,260 +1,245 @@
-"""Compiles kernels for real GPUs on machines without one: `make compile`, or `python -m pyllm.device.compile_check`.
+"""Compiles kernels for real GPUs on machines without one: `make compile` and `make compile-all`.
 
-For each kernel source and each target of `TARGETS`, one compilation per variant. Variants are written in the source's
-header, beside its `Defines`:
+    python -m pyllm.device.compile_check [--all] [--fresh] [KERNEL...]
 
-    // Compile   QTYPE=0,12 TOKENS=1,8; QTYPE=12 BM=64 BN=64
+For each kernel source and each target, one compilation per variant; variants are written in the source's header
+(`kernel_header`). --all takes all targets and reads from the machine code what each kernel uses: it fails on more
+shared memory than a block can have and on local memory, unless the header allows it. Dynamic shared memory is what the
+plans of the ops ask for; their launches at sizes of real models are compiled, too.
 
-Variants are separated by semicolons; of several values each is combined with each. A source without `Compile` has one
-variant without defines.
-
-NVIDIA: NVRTC, from the wheel nvidia-cuda-nvrtc or a CUDA toolkit, else nvcc. AMD: the hiprtc of an installed ROCm or
-the one that tools/get-hiprtc.sh fetches, else clang with tools/hip_prelude.h, which checks the same source against
-declarations of our own.
+What compiled is remembered in the user's cache by text, options and compiler, so a second run is fast; --fresh forgets.
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
 import itertools
+import json
 import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyllm
-from pyllm.device.kernel_source import (
-    cache_folder,
-    define_options,
-    kernel_folder,
-    kernel_names,
-    source_text,
-    target_defines,
-)
+from pyllm.device.code_object import KernelResources, read_resources
+from pyllm.device.gpu_compilers import GpuCompiler, cuda_compiler, hip_compiler
+from pyllm.device.kernel_header import KernelHeader, read_header
+from pyllm.device.kernel_source import cache_folder, digest, kernel_names, source_text, target_defines
 from pyllm.errors import DeviceError
-from pyllm.ops.op import Target
+from pyllm.ops.op import KernelLaunch, Target
 
 TARGETS = (
     Target("cuda", "sm_90", 32, "mma"),
     Target("hip", "gfx1151", 32, "wmma"),
     Target("hip", "gfx942", 64, "mfma"),
 )
-_HEADER_FIELD = re.compile(r"^// (\w+) {2,}(.*)$")
-_TOOLS = Path(pyllm.__file__).parent.parent / "tools"
-
-
-class GpuCompiler(ABC):
-    """A compiler for GPUs of one vendor.
-
-    Attributes:
-        name: what reports call it.
-    """
-
-    name: str
-
-    @abstractmethod
-    def compile(self, text: str, target: Target, defines: dict[str, str]) -> str:
-        """Compile a complete source; the result is dropped. Returns the error messages, empty when it compiled."""
-
-
-class Nvrtc(GpuCompiler):
-    """NVIDIA's run-time compiler; needs no driver."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        self.name = f"NVRTC {major.value}.{minor.value}"
-
-    def compile(self, text: str, target: Target, defines: dict[str, str]) -> str:
-        nvrtc, program, size = self._library, ctypes.c_void_p(), ctypes.c_size_t()
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
-        options = [f"--gpu-architecture={target.arch}", "-std=c++17", "-ftz=true", *define_options(defines)]
-        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value + 1)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        return (log.value.decode(errors="replace").strip() or "NVRTC failed without a message") if failed else ""
+ALL_TARGETS = (
+    Target("cuda", "sm_80", 32, "mma"),
+    Target("cuda", "sm_90", 32, "mma"),
+    Target("cuda", "sm_90a", 32, "mma"),  # for what a header names it for
+    Target("hip", "gfx1151", 32, "wmma"),
+    Target("hip", "gfx1100", 32, "wmma"),
+    Target("hip", "gfx942", 64, "mfma"),
+    Target("hip", "gfx90a", 64, "mfma"),
+)
+SHARED_LIMIT = 64 << 10  # of a block: all that AMD's GPUs have, and what leaves room for a second block on NVIDIA's
 
 
 @dataclass(frozen=True)
-class CommandCompiler(GpuCompiler):
-    """A compiler that is a program.
+class Job:
+    """One compilation.
 
     Attributes:
-        command: up to the source file.
-        arch_option: what stands before the target's name.
-        options: behind the source file.
+        dynamic: entry point to dynamic shared memory that plans ask for, in bytes.
     """
 
     name: str
-    command: tuple[str, ...]
-    arch_option: str
-    options: tuple[str, ...] = ("-std=c++17",)
+    target: Target
+    defines: Mapping[str, int]
+    dynamic: Mapping[str, int]
 
-    def compile(self, text: str, target: Target, defines: dict[str, str]) -> str:
-        with tempfile.TemporaryDirectory(prefix="pyllm-compile-") as folder:
-            source = Path(folder, "kernel.cu")
-            source.write_text(text, encoding="utf-8")
-            options = [*self.options, self.arch_option + target.arch, *define_options(defines)]
-            command = [*self.command, str(source), *options]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-        return (done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else ""
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{macro}={value}" for macro, value in self.defines.items())])
 
 
-def cuda_compiler() -> GpuCompiler:
-    """NVRTC, else nvcc.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job.
 
-    Raises:
-        DeviceError: neither is here.
+    Attributes:
+        resources: of its kernels; None where the compiler makes no machine code.
     """
-    for library in _nvrtc_libraries():
-        try:
-            return Nvrtc(library)
-        except OSError:
-            continue  # for another system
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise DeviceError("there is neither NVRTC nor nvcc; pip install 'pyllm[compile]' brings NVRTC")
-    return CommandCompiler("nvcc", (nvcc, "-cubin", "-o", os.devnull), "-arch=")
 
-
-def hip_compiler() -> GpuCompiler:
-    """hiprtc, installed or fetched, else clang.
-
-    Raises:
-        DeviceError: none of them can be had.
-    """
-    installed = next(iter(sorted(Path("/opt/rocm/lib").glob("libhiprtc.so.*"))), None)
-    try:
-        if installed is not None:
-            return CommandCompiler("hiprtc", (_hiprtc_driver(), str(installed)), "--offload-arch=")
-        fetched = subprocess.run([_TOOLS / "get-hiprtc.sh"], capture_output=True, text=True)
-        if fetched.returncode:
-            raise DeviceError(fetched.stderr.strip().splitlines()[-1])
-        libraries = f"{fetched.stdout.strip()}/usr/lib/x86_64-linux-gnu"
-        loader = (f"{libraries}/ld-linux-x86-64.so.2", "--library-path", libraries)
-        return CommandCompiler("hiprtc", (*loader, _hiprtc_driver(), "libhiprtc.so.7"), "--offload-arch=")
-    except (OSError, DeviceError) as error:
-        return _clang(str(error))
+    errors: str = ""
+    resources: list[KernelResources] | None = None
 
 
 def variants(name: str) -> list[dict[str, int]]:
     """The defines with which a kernel source is compiled, from its header.
 
     Raises:
-        DeviceError: the header has `Defines` but no `Compile`, or that cannot be read.
+        DeviceError: the header cannot be read.
     """
-    header = _header(kernel_folder() / f"{name}.cu")
-    if "Compile" not in header:
-        if "Defines" in header:
-            raise DeviceError(f"rawkernels/{name}.cu has Defines in its header but no Compile; see docs/kernels.md")
-        return [{}]
-    found = []
-    for variant in header["Compile"].split(";"):
-        choices = []
-        for define in variant.split():
-            macro, _, values = define.partition("=")
-            if not re.fullmatch(r"-?\d+(,-?\d+)*", values):
-                raise DeviceError(f"rawkernels/{name}.cu: Compile has {define!r}; expected MACRO=1 or MACRO=1,2,3")
-            choices.append([(macro, int(value)) for value in values.split(",")])
-        found += [dict(combination) for combination in itertools.product(*choices)]
-    return found
+    return [variant.defines for variant in read_header(name).variants]
 
 
-def check(names: list[str]) -> int:
-    """Compile kernels for all targets and print how it went. Returns the number of failures."""
-    compilers = {"cuda": cuda_compiler(), "hip": hip_compiler()}
-    jobs = [(name, target, defines) for target in TARGETS for name in names for defines in variants(name)]
+def jobs_of(
+    names: Iterable[str], targets: Sequence[Target], planned: Mapping[Target, Iterable[KernelLaunch]]
+) -> list[Job]:
+    """All compilations: the variants of the headers and, where given, what plans launch."""
+    names, jobs = list(names), []
+    for target in targets:
+        wanted: dict[tuple[str, tuple[tuple[str, int], ...]], dict[str, int]] = {}
+        for name in names:
+            for variant in read_header(name).variants:
+                if variant.is_for(target.arch):
+                    wanted[name, tuple(sorted(variant.defines.items()))] = {}
+        for launch in planned.get(target, ()):
+            if launch.source in names:
+                dynamic = wanted.setdefault((launch.source, tuple(sorted(launch.defines.items()))), {})
+                dynamic[launch.entry] = max(launch.shared_bytes, dynamic.get(launch.entry, 0))
+        jobs += [Job(name, target, dict(defines), dynamic) for (name, defines), dynamic in wanted.items()]
+    return jobs
+
+
+def planned_launches(target: Target) -> list[KernelLaunch]:
+    """What the ops launch on a GPU at sizes of real models."""
+    from pyllm.device.emulated import EmulatedDevice
+    from pyllm.kernel_bench import planned
+    from pyllm.kernel_bench_cases import bench_cases
+
+    device = EmulatedDevice(target.warp_size, target.tiles)
+    device.target = target
+    try:
+        return planned(device, bench_cases(tuple(device.weight_types)))
+    finally:
+        device.close()
+
+
+def problems(job: Job, header: KernelHeader, resources: Iterable[KernelResources]) -> Iterator[str]:
+    """What is too much in a job's kernels."""
+    arch = job.target.arch
+    shared_limit = SHARED_LIMIT
+    if job.target.vendor == "cuda":  # AMD's GPUs have no more
+        shared_limit = header.shared_limits.get(arch, SHARED_LIMIT)
+    scratch_limit = header.scratch_limits.get(arch, 0)
+    for kernel in resources:
+        shared, dynamic = kernel.shared_bytes, job.dynamic.get(kernel.name, 0)
+        if shared + dynamic > shared_limit:
+            yield (
+                f"{kernel.name} takes {shared} bytes of static and {dynamic} of dynamic shared memory; "
+                f"the limit is {shared_limit} (on NVIDIA's GPUs `SharedLimit` in the header raises it)"
+            )
+        if kernel.scratch_bytes > scratch_limit:
+            yield (
+                f"{kernel.name} keeps {kernel.scratch_bytes} bytes per thread in local memory; the limit is "
+                f"{scratch_limit} (`// Scratch   {arch}={kernel.scratch_bytes}` in the header raises it)"
+            )
+
+
+class Checker:
+    """Compiles jobs, each text with the same options once.
+
+    Args:
+        fresh: compile again what is known to compile.
+    """
+
+    def __init__(self, compilers: Mapping[str, GpuCompiler], fresh: bool = False) -> None:
+        self._compilers = compilers
+        self._folder = cache_folder() / "checked"
+        self._fresh = fresh
+
+    def run(self, job: Job) -> Outcome:
+        """Compile one job, or remember that it compiled. Safe in several threads."""
+        compiler = self._compilers[job.target.vendor]
+        text, defines = source_text(job.name, job.defines), target_defines(job.target, job.defines)
+        path = (
+            self._folder / f"{digest(compiler.name, job.target.arch, text, json.dumps(defines, sort_keys=True))}.json"
+        )
+        if not self._fresh and (known := _remembered(path)):
+            return known
+        compiled = compiler.compile(text, job.target, defines)
+        if compiled.errors:
+            return Outcome(compiled.errors)
+        resources = None if compiled.code is None else read_resources(compiled.code)
+        _remember(path, resources)
+        return Outcome(resources=resources)
+
+
+def _remembered(path: Path) -> Outcome | None:
+    try:
+        kernels = json.loads(path.read_text(encoding="ascii"))
+        return Outcome(resources=None if kernels is None else [KernelResources(**kernel) for kernel in kernels])
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _remember(path: Path, resources: list[KernelResources] | None) -> None:
+    with suppress(OSError):  # the next run compiles it again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.{hash(path) & 0xFFFF}")
+        temporary.write_text(
+            json.dumps(None if resources is None else [kernel.as_dict() for kernel in resources]), encoding="ascii"
+        )
+        os.replace(temporary, path)
+
+
+def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -> int:
+    """Compile kernels and print how it went.
+
+    Args:
+        everything: for all targets, with a look at what the kernels use.
+
+    Returns:
+        The number of failures.
+    """
     began = time.monotonic()
-
-    def run(job: tuple[str, Target, dict[str, int]]) -> str:
-        name, target, defines = job
-        return compilers[target.vendor].compile(source_text(name, defines), target, target_defines(target, defines))
-
-    failures = 0
+    targets = ALL_TARGETS if everything else TARGETS
+    compilers = {"cuda": cuda_compiler(), "hip": hip_compiler()}
+    planned = {target: planned_launches(target) for target in targets if target.arch != "sm_90a"} if everything else {}
+    jobs = jobs_of(names, targets, planned)
+    headers = {name: read_header(name) for name in names}
+    checker, failures = Checker(compilers, fresh), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, target, defines), errors in zip(jobs, pool.map(run, jobs), strict=True):
-            if errors:
-                failures += 1
-                with_what = " ".join(f"{macro}={value}" for macro, value in defines.items())
-                print(f"{name} {with_what} for {target.arch}, {compilers[target.vendor].name}:\n{errors}\n")
-    for target in TARGETS:
-        count = sum(job[1] is target for job in jobs)
-        print(f"{target.arch}: {len(names)} kernel sources, {count} variants, {compilers[target.vendor].name}")
+        for count, (job, outcome) in enumerate(zip(jobs, pool.map(checker.run, jobs), strict=True), 1):
+            _show_progress(count, len(jobs))
+            found = [outcome.errors] if outcome.errors else []
+            if everything and outcome.resources is not None:
+                found += problems(job, headers[job.name], outcome.resources)
+            failures += bool(found)
+            for text in found:
+                print(f"{job} for {job.target.arch}, {compilers[job.target.vendor].name}:\n{text}\n")
+    for target, of_target in itertools.groupby(jobs, key=lambda job: job.target):
+        kept = list(of_target)
+        sources = len({job.name for job in kept})
+        print(f"{target.arch}: {sources} kernel sources, {len(kept)} variants, {compilers[target.vendor].name}")
     print(f"{len(jobs) - failures} passed, {failures} failed, in {time.monotonic() - began:.0f} s")
     return failures
 
 
+def _show_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} of {total}", end="\r" if done < total else "\r\x1b[K", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Check the kernels named on the command line, or all."""
+    parser = argparse.ArgumentParser(prog="compile_check", description="Compile kernels for GPUs, without a GPU.")
+    parser.add_argument("names", nargs="*", metavar="KERNEL", help="sources in rawkernels/ [default: all]")
+    parser.add_argument("--all", action="store_true", help="for all targets, with limits on what kernels use")
+    parser.add_argument("--fresh", action="store_true", help="compile again what is known to compile")
+    arguments = parser.parse_args()
     try:
-        return 1 if check(sys.argv[1:] or kernel_names()) else 0
+        known = kernel_names()
+        if unknown := [name for name in arguments.names if name not in known]:
+            raise DeviceError(f"there is no kernel source {unknown[0]!r}; choose of {', '.join(known)}")
+        return 1 if check(arguments.names or known, arguments.all, arguments.fresh) else 0
     except DeviceError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-
-
-def _nvrtc_libraries() -> Iterator[Path]:
-    """Where NVRTC may be: the wheels of Python's environment, then CUDA toolkits; the newest first."""
-    for folder in sys.path:
-        yield from sorted(Path(folder, "nvidia").glob("*/lib/libnvrtc.so.*"), reverse=True)
-    toolkits = sorted(Path("/usr/local").glob("cuda*/lib64"), reverse=True)
-    for toolkit in (Path(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "lib64"), *toolkits):
-        yield from sorted(toolkit.glob("libnvrtc.so.*"))
-
-
-def _hiprtc_driver() -> str:
-    """The program that calls hiprtc, compiled from tools/hiprtc_compile.c on first use."""
-    driver = cache_folder() / "hiprtc_compile"
-    source = _TOOLS / "hiprtc_compile.c"
-    if not driver.exists() or driver.stat().st_mtime < source.stat().st_mtime:
-        driver.parent.mkdir(parents=True, exist_ok=True)
-        temporary = driver.with_suffix(f".{os.getpid()}")
-        done = subprocess.run(["cc", "-O1", "-o", temporary, source, "-ldl"], capture_output=True, text=True)
-        if done.returncode:
-            raise DeviceError(f"{source.name} does not compile: {done.stderr.strip().splitlines()[0]}")
-        os.replace(temporary, driver)
-    return str(driver)
-
-
-def _clang(why: str) -> GpuCompiler:
-    for version in range(30, 16, -1):  # 17 is the first that knows gfx1151 and gfx942
-        path = shutil.which(f"clang++-{version}")
-        if path is not None:
-            break
-    else:
-        raise DeviceError(f"AMD kernels cannot be checked: {why}; clang++-17 or newer would do, and is not here either")
-    options = (
-        *("-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-S", "-O3"),
-        *("-include", str(_TOOLS / "hip_prelude.h"), "-o", os.devnull),
-    )
-    return CommandCompiler(f"clang {version} instead of hiprtc ({why})", (path, *options), "--offload-arch=")
-
-
-def _header(path: Path) -> dict[str, str]:
-    """The fields of the comment that a kernel source begins with; indented lines continue a field."""
-    fields: dict[str, str] = {}
-    last = ""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("//"):
-            break
-        if field := _HEADER_FIELD.match(line):
-            last = field[1]
-            fields[last] = field[2]
-        elif last:
-            fields[last] += " " + line.removeprefix("//").strip()
-    return fields
 
 
 if __name__ == "__main__":
