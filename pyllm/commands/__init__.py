@@ -26,7 +26,7 @@ from pyllm import __version__
 from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
-COMMANDS = ("bench", "chat", "inspect", "kernels", "perplexity", "pull", "run", "synth", "tokenize")
+COMMANDS = ("bench", "chat", "doctor", "inspect", "kernels", "perplexity", "pull", "run", "synth", "tokenize")
 INTERRUPTED = 130
 
 _MAX_USAGE_LINE = 500
