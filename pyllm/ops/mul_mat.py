@@ -8,6 +8,7 @@ import numpy as np
 
 from pyllm.ops.check import check_array, require
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
+from pyllm.ops.product_tile import tile_launch
 from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 
@@ -51,17 +52,7 @@ def plan_mul_mat(target: Target, x: Any, weight: Weight, scratch: Any, out: Any)
                 {"QTYPE": qtype, "TOKENS": num_tokens},
             )
         ]
-    tile = 64 if num_tokens <= 64 or target.vendor == "host" else 128
-    return [
-        KernelLaunch(
-            "mul_mat",
-            "mul_mat_tile",
-            (-(-n // tile), -(-num_tokens // tile)),
-            (256,),
-            (x, weight.array, out, row_bytes, np.int32(num_tokens), np.int32(n), np.int32(k)),
-            {"QTYPE": qtype, "BM": tile, "BN": tile},
-        )
-    ]
+    return [tile_launch(target, x, weight, out, n)]
 
 
 def _uses_library(target: Target | None, num_tokens: int, n: int, k: int) -> bool:

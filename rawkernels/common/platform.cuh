@@ -5,6 +5,8 @@
 //
 // Provided per platform (platform_cuda.cuh, platform_hip.cuh, platform_emulated.cuh):
 //   KERNEL(max_threads) name(...)    a kernel; max_threads per block at most
+//                                    KERNEL_MIN_BLOCKS, defined before the include: so many blocks shall fit on a
+//                                    multiprocessor, which bounds the registers of each on NVIDIA
 //   DEVICE                           a device function, always inlined
 //   RESTRICT                         pointers that do not alias
 //   SHARED type name[n];             static shared memory, 16-byte aligned, for use inside kernels
@@ -95,6 +97,10 @@ DEVICE f16 to_f16(float value) { return f16{f32_to_f16_bits(value)}; }  // to ne
 // The same for activations: too large becomes the largest float16, since one infinity would spoil a whole row of sums.
 DEVICE f16 to_f16_saturated(float value) {
     return to_f16(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
+}
+
+DEVICE u32 h2_pack_saturated(float low, float high) {
+    return h2_pack(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));
 }
 
 DEVICE u32 h2_splat(u16 bits) { return bits * 0x10001u; }  // the same f16 twice

@@ -1,7 +1,11 @@
 // platform_cuda: NVRTC and nvcc. Needs no CUDA header, so a driver and NVRTC are enough to compile.
 #pragma once
 
+#if defined(KERNEL_MIN_BLOCKS)
+#define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads, KERNEL_MIN_BLOCKS)
+#else
 #define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
+#endif
 #define DEVICE __device__ __forceinline__
 #define RESTRICT __restrict__
 

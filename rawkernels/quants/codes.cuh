@@ -3,7 +3,12 @@
 // float_of_code(word, j, centre)          byte j of a word minus centre, exactly
 // h2_of_codes<CENTRE>(codes, w)           code - CENTRE for all eight, exactly, as four f16 pairs
 // h2_scale<CENTRE>(codes, scale, w)       (code - CENTRE) scale, rounded once; a float scale is rounded to f16 before
-// load_bytes8(p, words)                   eight bytes at any address
+// scaled_values<CENTRE>(codes, scale, w)  the same as float, exact but for the last rounding
+// load_bytes(p, words)                    8 N bytes at any address, as N pairs of words
+// load_words(p, words), load_pairs(p, words)   the same where they are aligned to 4 or 8 bytes
+// load_nibbles(p, i, words)               nibbles i to i + 8 N - 1 of 16 bytes at any address: first all low ones
+// load_aligned_nibbles(p, i, words)       the same where they are aligned to 4 bytes
+// take_bits(words, shift, mask), add_bits(words, others, shift)
 // load_word(p)                            four bytes at an even address
 // spread_bits(bits)                       four bits, one in each byte
 //
@@ -56,14 +61,80 @@ DEVICE void h2_scale(const u32 (&codes)[2], float scale, u32 (&w)[4]) {
     for (int j = 0; j < 4; j++) w[j] = h2_mul(w[j], pair);
 }
 
+template <int CENTRE>
+DEVICE void scaled_values(const u32 (&codes)[2], float scale, float* w) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) w[j] = scale * float_of_code(codes[j / 4], j % 4, CENTRE);
+}
+
+template <int CENTRE>
+DEVICE void scaled_values(const u32 (&codes)[2], u16 scale, float* w) {
+    scaled_values<CENTRE>(codes, f16_bits_to_f32(scale), w);
+}
+
 // Whole words around the bytes, of which none but those with wanted bytes is read.
-DEVICE void load_bytes8(const u8* p, u32 (&words)[2]) {
+template <int N>
+DEVICE void load_bytes(const u8* p, u32 (&words)[N][2]) {
     const u64 address = reinterpret_cast<u64>(p);
-    const u32* aligned = reinterpret_cast<const u32*>(address - address % 4);
+    const u32* const aligned = reinterpret_cast<const u32*>(p - address % 4);
     const u32 shift = static_cast<u32>(address % 4) * 8;
-    const u32 third = shift ? aligned[2] : 0;
-    words[0] = static_cast<u32>((static_cast<u64>(aligned[1]) << 32 | aligned[0]) >> shift);
-    words[1] = static_cast<u32>((static_cast<u64>(third) << 32 | aligned[1]) >> shift);
+    u32 word = aligned[0];
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) {
+        const u32 next = j + 1 < 2 * N || shift ? aligned[j + 1] : 0;
+        words[j / 2][j % 2] = static_cast<u32>((static_cast<u64>(next) << 32 | word) >> shift);
+        word = next;
+    }
+}
+
+template <int N>
+DEVICE void load_words(const u8* p, u32 (&words)[N][2]) {
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) words[j / 2][j % 2] = reinterpret_cast<const u32*>(p)[j];
+}
+
+template <int N>
+DEVICE void load_pairs(const u8* p, u32 (&words)[N][2]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const u64 pair = reinterpret_cast<const u64*>(p)[j];
+        words[j][0] = static_cast<u32>(pair);
+        words[j][1] = static_cast<u32>(pair >> 32);
+    }
+}
+
+template <int N>
+DEVICE void take_bits(u32 (&words)[N][2], u32 shift, u32 mask) {
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) words[j / 2][j % 2] = words[j / 2][j % 2] >> shift & mask;
+}
+
+template <int N>
+DEVICE void add_bits(u32 (&words)[N][2], const u32 (&others)[N][2], u32 shift) {
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) words[j / 2][j % 2] |= others[j / 2][j % 2] << shift;
+}
+
+template <int M, int N>
+DEVICE void split_nibbles(const u32 (&bytes)[M][2], u32 i, u32 (&words)[N][2]) {
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) {
+        words[j / 2][j % 2] = bytes[j / 2 % M][j % 2] >> (i / 16 + j / 4) * 4 & 0x0F0F0F0Fu;
+    }
+}
+
+template <int N>
+DEVICE void load_nibbles(const u8* p, u32 i, u32 (&words)[N][2]) {
+    u32 bytes[N < 2 ? N : 2][2];
+    load_bytes(p + i % 16, bytes);
+    split_nibbles(bytes, i, words);
+}
+
+template <int N>
+DEVICE void load_aligned_nibbles(const u8* p, u32 i, u32 (&words)[N][2]) {
+    u32 bytes[N < 2 ? N : 2][2];
+    load_words(p + i % 16, bytes);
+    split_nibbles(bytes, i, words);
 }
 
 DEVICE u32 load_word(const u8* p) {

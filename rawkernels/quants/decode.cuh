@@ -2,6 +2,7 @@
 //
 //   void decode8(const u8* row, i32 k, float* w)         w[j] = element k + j of the row, j = 0..7; k % 8 == 0
 //   void decode8_half2(const u8* row, i32 k, u32 (&w)[4])   the same as f16: element k + 2j in the low half of w[j]
+//   void decode_run<N>(const u8* row, i32 k, u32 (&w)[N][4])   8 N of them at once, N <= 4; k % (8 N) == 0
 //
 // Defines   QTYPE, the GGUF type id; one format is compiled in.
 // Layouts and formulas are those of pyllm/quants/<format>.py; decode8 evaluates products in the same order, so its
@@ -73,5 +74,13 @@ DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
     decode8(row, k, values);
 #pragma unroll
     for (int j = 0; j < 4; j++) w[j] = h2_pack(values[2 * j], values[2 * j + 1]);
+}
+#endif
+
+#if !defined(DECODE_RUN)
+template <int N>
+DEVICE void decode_run(const u8* RESTRICT row, i32 k, u32 (&w)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) decode8_half2(row, k + 8 * j, w[j]);
 }
 #endif

@@ -1,6 +1,8 @@
 // F32: plain float32. Rows are 16-byte aligned.
 #pragma once
 
+constexpr u32 BLOCK_SIZE = 1, BLOCK_BYTES = 4;
+
 DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
     const float* x = reinterpret_cast<const float*>(row) + k;
     const f32x4 a = load16<f32x4>(x);

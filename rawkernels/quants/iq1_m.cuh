@@ -4,9 +4,11 @@
 #pragma once
 #include "quants/iq1.cuh"
 
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 56;
+
 DEVICE GridCodes codes8(const u8* RESTRICT row, i32 k) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 56;
-    const u32 i = static_cast<u32>(k) % 256;
+    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / BLOCK_SIZE) * BLOCK_BYTES;
+    const u32 i = static_cast<u32>(k) % BLOCK_SIZE;
     const u16* words = reinterpret_cast<const u16*>(block + 48);
     const u32 bits = words[0] >> 12 | (words[1] >> 8 & 0xF0) | (words[2] >> 4 & 0xF00) | (words[3] & 0xF000);
     const u32 high = block[32 + i / 16] >> i % 16 / 8 * 4;

@@ -3,9 +3,11 @@
 #pragma once
 #include "quants/grid.cuh"
 
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 66;
+
 DEVICE GridCodes codes8(const u8* RESTRICT row, i32 k) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 66;
-    const u32 i = static_cast<u32>(k) % 256;
+    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / BLOCK_SIZE) * BLOCK_BYTES;
+    const u32 i = static_cast<u32>(k) % BLOCK_SIZE;
     const float d = f16_bits_to_f32(*reinterpret_cast<const u16*>(block));
     GridCodes found;
     const u8* group = block + 2 + i / 32 * 8;

@@ -19,7 +19,7 @@ DEVICE KScale k_scale(const u8* RESTRICT block, u32 j) {
     return {low_half(head.x) * low_half(pair), high_half(head.x) * high_half(pair)};
 }
 
-DEVICE void k_decode8(const u32 (&codes)[2], KScale scale, float* w) {
+DEVICE void k_values(const u32 (&codes)[2], KScale scale, float* w) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         w[j] = sub_rn(mul_rn(scale.d, float_of_code(codes[j / 4], j % 4, 0)), scale.minimum);
@@ -29,7 +29,7 @@ DEVICE void k_decode8(const u32 (&codes)[2], KScale scale, float* w) {
 // As (d scale) (q - CENTRE) + (CENTRE d scale - dmin minimum): both terms are about as large as the weights, so that
 // rounding them to f16 costs no more than rounding the weights.
 template <int CENTRE>
-DEVICE void k_decode8_half2(const u32 (&codes)[2], KScale scale, u32 (&w)[4]) {
+DEVICE void k_halves(const u32 (&codes)[2], KScale scale, u32 (&w)[4]) {
     const u32 pair = h2_pack(H2_UP * scale.d, fmaf(scale.d, static_cast<float>(CENTRE), -scale.minimum));
     h2_of_codes_down<CENTRE>(codes, w);
 #pragma unroll

@@ -1,29 +1,23 @@
-// MXFP4: 32 weights in 17 bytes: exponent @0, nibbles @1. w = 2^(e - 128) level(n), levels being doubled E2M1 numbers.
+// MXFP4: 32 weights in 17 bytes: exponent @0, nibbles @1. w = 2^(e - 128) level(n), levels being doubled E2M1 numbers;
+// codes are level + 128.
 #pragma once
 #include "quants/levels.cuh"
 
-// The scale, and eight weights' level + 128.
-DEVICE float codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 32) * 17;
-    const u32 i = static_cast<u32>(k) % 32;
-    load_bytes8(block + 1 + i % 16, codes);
-    codes[0] = codes[0] >> i / 16 * 4 & 0x0F0F0F0Fu;
-    codes[1] = codes[1] >> i / 16 * 4 & 0x0F0F0F0Fu;
-    fp4_levels(codes);
+constexpr u32 BLOCK_SIZE = 32, BLOCK_BYTES = 17, SCALE_RUN = 32;
+
+DEVICE float scale_of(const u8* block, u32 i) {
+    (void)i;
     const u32 e = block[0];
     return f32_from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 128);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    load_nibbles(block + 1, i, codes);
+    fp4_levels(codes);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-    h2_scale<128>(codes, d, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], float scale, float* w) { scaled_values<128>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], float scale, u32 (&w)[4]) { h2_scale<128>(codes, scale, w); }
+
+#include "quants/coded.cuh"

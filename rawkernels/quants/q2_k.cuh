@@ -4,26 +4,21 @@
 #pragma once
 #include "quants/k_scales.cuh"
 
-DEVICE KScale codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 84;
-    const u32 i = static_cast<u32>(k) % 256;
-    const u32* pairs = reinterpret_cast<const u32*>(block + 16 + i / 128 * 32 + i % 32);
-    codes[0] = pairs[0] >> i % 128 / 32 * 2 & 0x03030303u;
-    codes[1] = pairs[1] >> i % 128 / 32 * 2 & 0x03030303u;
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 84, SCALE_RUN = 16;
+
+DEVICE KScale scale_of(const u8* block, u32 i) {
     const u32 scale = block[i / 16];
     const u32 ds = *reinterpret_cast<const u32*>(block + 80);
     return {low_half(ds) * float_of_code(scale & 15, 0, 0), high_half(ds) * float_of_code(scale >> 4, 0, 0)};
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const KScale scale = codes8(row, k, codes);
-    k_decode8(codes, scale, w);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    load_words(block + 16 + i / 128 * 32 + i % 32, codes);
+    take_bits(codes, i % 128 / 32 * 2, 0x03030303u);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const KScale scale = codes8(row, k, codes);
-    k_decode8_half2<2>(codes, scale, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], KScale scale, float* w) { k_values(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], KScale scale, u32 (&w)[4]) { k_halves<2>(codes, scale, w); }
+
+#include "quants/coded.cuh"

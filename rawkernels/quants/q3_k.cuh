@@ -3,32 +3,25 @@
 #pragma once
 #include "quants/codes.cuh"
 
-// d (sc - 32), and eight weights' q.
-DEVICE float codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 110;
-    const u32 i = static_cast<u32>(k) % 256;
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 110, SCALE_RUN = 16;
+
+DEVICE float scale_of(const u8* block, u32 i) {
     const u32 j = i / 16;
-    u32 third[2], pairs[2];
-    load_bytes8(block + i % 32, third);
-    load_bytes8(block + 32 + i / 128 * 32 + i % 32, pairs);
-#pragma unroll
-    for (int word = 0; word < 2; word++) {
-        codes[word] = (pairs[word] >> i % 128 / 32 * 2 & 0x03030303u) | (third[word] >> i / 32 & 0x01010101u) << 2;
-    }
     const u32 scale = (block[96 + j % 8] >> j / 8 * 4 & 15) | (block[104 + j % 4] >> j / 4 * 2 & 3) << 4;
     return f16_bits_to_f32(*reinterpret_cast<const u16*>(block + 108)) * float_of_code(scale, 0, 32);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 4);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    u32 third[N][2];
+    load_bytes(block + i % 32, third);
+    load_bytes(block + 32 + i / 128 * 32 + i % 32, codes);
+    take_bits(third, i / 32, 0x01010101u);
+    take_bits(codes, i % 128 / 32 * 2, 0x03030303u);
+    add_bits(codes, third, 2);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-    h2_scale<4>(codes, d, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], float scale, float* w) { scaled_values<4>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], float scale, u32 (&w)[4]) { h2_scale<4>(codes, scale, w); }
+
+#include "quants/coded.cuh"

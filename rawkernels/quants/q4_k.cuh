@@ -3,25 +3,19 @@
 #pragma once
 #include "quants/k_scales.cuh"
 
-DEVICE KScale codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 144;
-    const u32 i = static_cast<u32>(k) % 256;
-    const u64 nibbles = *reinterpret_cast<const u64*>(block + 16 + i / 64 * 32 + i % 32);
-    const u32 shift = i / 32 % 2 * 4;
-    codes[0] = static_cast<u32>(nibbles) >> shift & 0x0F0F0F0Fu;
-    codes[1] = static_cast<u32>(nibbles >> 32) >> shift & 0x0F0F0F0Fu;
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 144, SCALE_RUN = 32;
+
+DEVICE KScale scale_of(const u8* block, u32 i) {
     return k_scale(block, i / 32);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const KScale scale = codes8(row, k, codes);
-    k_decode8(codes, scale, w);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    load_pairs(block + 16 + i / 64 * 32 + i % 32, codes);
+    take_bits(codes, i / 32 % 2 * 4, 0x0F0F0F0Fu);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const KScale scale = codes8(row, k, codes);
-    k_decode8_half2<8>(codes, scale, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], KScale scale, float* w) { k_values(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], KScale scale, u32 (&w)[4]) { k_halves<8>(codes, scale, w); }
+
+#include "quants/coded.cuh"

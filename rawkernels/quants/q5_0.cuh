@@ -2,29 +2,22 @@
 #pragma once
 #include "quants/codes.cuh"
 
-// d, and eight weights' q.
-DEVICE u16 codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 32) * 22;
-    const u32 i = static_cast<u32>(k) % 32;
+constexpr u32 BLOCK_SIZE = 32, BLOCK_BYTES = 22, SCALE_RUN = 32;
+
+DEVICE u16 scale_of(const u8* block, u32 i) {
+    (void)i;
+    return *reinterpret_cast<const u16*>(block + 0);
+}
+
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
     const u32 fifth = load_word(block + 2) >> i;
-    load_bytes8(block + 6 + i % 16, codes);
+    load_nibbles(block + 6, i, codes);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        codes[j] = (codes[j] >> i / 16 * 4 & 0x0F0F0F0Fu) | spread_bits(fifth >> 4 * j) << 4;
-    }
-    return *reinterpret_cast<const u16*>(block);
+    for (int j = 0; j < 2 * N; j++) codes[j / 2][j % 2] |= spread_bits(fifth >> 4 * j) << 4;
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = f16_bits_to_f32(codes8(row, k, codes));
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 16);
-}
+DEVICE void values_of(const u32 (&codes)[2], u16 scale, float* w) { scaled_values<16>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], u16 scale, u32 (&w)[4]) { h2_scale<16>(codes, scale, w); }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const u16 d = codes8(row, k, codes);
-    h2_scale<16>(codes, d, w);
-}
+#include "quants/coded.cuh"

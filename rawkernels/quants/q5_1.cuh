@@ -2,31 +2,31 @@
 #pragma once
 #include "quants/codes.cuh"
 
-// d and m, and eight weights' q.
-DEVICE u32 codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u32* block = reinterpret_cast<const u32*>(row + static_cast<u64>(static_cast<u32>(k) / 32) * 24);
-    const u32 i = static_cast<u32>(k) % 32;
-    const u32 fifth = block[1] >> i;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        codes[j] = (block[2 + i % 16 / 4 + j] >> i / 16 * 4 & 0x0F0F0F0Fu) | spread_bits(fifth >> 4 * j) << 4;
-    }
-    return block[0];
+constexpr u32 BLOCK_SIZE = 32, BLOCK_BYTES = 24, SCALE_RUN = 32;
+
+DEVICE u32 scale_of(const u8* block, u32 i) {
+    (void)i;
+    return *reinterpret_cast<const u32*>(block);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const u32 scales = codes8(row, k, codes);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    const u32 fifth = *reinterpret_cast<const u32*>(block + 4) >> i;
+    load_aligned_nibbles(block + 8, i, codes);
+#pragma unroll
+    for (int j = 0; j < 2 * N; j++) codes[j / 2][j % 2] |= spread_bits(fifth >> 4 * j) << 4;
+}
+
+DEVICE void values_of(const u32 (&codes)[2], u32 scales, float* w) {
     const float d = low_half(scales), m = high_half(scales);
 #pragma unroll
     for (int j = 0; j < 8; j++) w[j] = add_rn(mul_rn(d, float_of_code(codes[j / 4], j % 4, 0)), m);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const u32 scales = codes8(row, k, codes);
+DEVICE void halves_of(const u32 (&codes)[2], u32 scales, u32 (&w)[4]) {
     h2_of_codes<0>(codes, w);
 #pragma unroll
     for (int j = 0; j < 4; j++) w[j] = h2_fma(w[j], byte_perm(scales, 0, 0x1010), byte_perm(scales, 0, 0x3232));
 }
+
+#include "quants/coded.cuh"

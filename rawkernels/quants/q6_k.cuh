@@ -3,32 +3,25 @@
 #pragma once
 #include "quants/codes.cuh"
 
-// d sc, and eight weights' q.
-DEVICE float codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 210;
-    const u32 i = static_cast<u32>(k) % 256;
-    const u32 half = i / 128, quarter = i / 32 % 4, l = i % 32;
-    u32 low[2], high[2];
-    load_bytes8(block + half * 64 + quarter % 2 * 32 + l, low);
-    load_bytes8(block + 128 + half * 32 + l, high);
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        codes[j] = (low[j] >> quarter / 2 * 4 & 0x0F0F0F0Fu) | (high[j] >> quarter * 2 & 0x03030303u) << 4;
-    }
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 210, SCALE_RUN = 16;
+
+DEVICE float scale_of(const u8* block, u32 i) {
     const float d = f16_bits_to_f32(*reinterpret_cast<const u16*>(block + 208));
     return d * float_of_code(block[192 + i / 16] ^ 128, 0, 128);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 32);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    const u32 quarter = i / 32 % 4;
+    u32 high[N][2];
+    load_bytes(block + i / 128 * 64 + quarter % 2 * 32 + i % 32, codes);
+    load_bytes(block + 128 + i / 128 * 32 + i % 32, high);
+    take_bits(codes, quarter / 2 * 4, 0x0F0F0F0Fu);
+    take_bits(high, quarter * 2, 0x03030303u);
+    add_bits(codes, high, 4);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-    h2_scale<32>(codes, d, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], float scale, float* w) { scaled_values<32>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], float scale, u32 (&w)[4]) { h2_scale<32>(codes, scale, w); }
+
+#include "quants/coded.cuh"

@@ -4,37 +4,32 @@
 #pragma once
 #include "quants/codes.cuh"
 
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 54, SCALE_RUN = 256;
+
 DEVICE u32 ternary_digit(u32 byte, u32 digit) {
     const u32 power = digit == 0 ? 1 : digit == 1 ? 3 : digit == 2 ? 9 : digit == 3 ? 27 : 81;
     return (byte * power & 255) * 3 >> 8;
 }
 
-// d, and eight weights' t.
-DEVICE float codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 54;
-    const u32 i = static_cast<u32>(k) % 256;
-    codes[0] = codes[1] = 0;
+DEVICE u16 scale_of(const u8* block, u32 i) {
+    (void)i;
+    return *reinterpret_cast<const u16*>(block + 52);
+}
+
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
 #pragma unroll
-    for (u32 j = 0; j < 8; j++) {
+    for (u32 j = 0; j < 8 * N; j++) {
         const u32 at = i + j;
         const u32 code = at < 160   ? ternary_digit(block[at % 32], at / 32)
                          : at < 240 ? ternary_digit(block[32 + at % 16], (at - 160) / 16)
                                     : ternary_digit(block[48 + at % 4], (at - 240) / 4);
-        codes[j / 4] |= code << 8 * (j % 4);
+        u32& word = codes[j / 8][j / 4 % 2];
+        word = (j % 4 ? word : 0) | code << 8 * (j % 4);
     }
-    return f16_bits_to_f32(*reinterpret_cast<const u16*>(block + 52));
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 1);
-}
+DEVICE void values_of(const u32 (&codes)[2], u16 scale, float* w) { scaled_values<1>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], u16 scale, u32 (&w)[4]) { h2_scale<1>(codes, scale, w); }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-    h2_scale<1>(codes, d, w);
-}
+#include "quants/coded.cuh"

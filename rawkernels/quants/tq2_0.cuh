@@ -2,26 +2,20 @@
 #pragma once
 #include "quants/codes.cuh"
 
-// d, and eight weights' q.
-DEVICE float codes8(const u8* RESTRICT row, i32 k, u32 (&codes)[2]) {
-    const u8* block = row + static_cast<u64>(static_cast<u32>(k) / 256) * 66;
-    const u32 i = static_cast<u32>(k) % 256;
-    load_bytes8(block + i / 128 * 32 + i % 32, codes);
-    codes[0] = codes[0] >> i % 128 / 32 * 2 & 0x03030303u;
-    codes[1] = codes[1] >> i % 128 / 32 * 2 & 0x03030303u;
-    return f16_bits_to_f32(*reinterpret_cast<const u16*>(block + 64));
+constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 66, SCALE_RUN = 256;
+
+DEVICE u16 scale_of(const u8* block, u32 i) {
+    (void)i;
+    return *reinterpret_cast<const u16*>(block + 64);
 }
 
-DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-#pragma unroll
-    for (int j = 0; j < 8; j++) w[j] = d * float_of_code(codes[j / 4], j % 4, 1);
+template <int N>
+DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
+    load_bytes(block + i / 128 * 32 + i % 32, codes);
+    take_bits(codes, i % 128 / 32 * 2, 0x03030303u);
 }
 
-#define DECODE8_HALF2
-DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
-    u32 codes[2];
-    const float d = codes8(row, k, codes);
-    h2_scale<1>(codes, d, w);
-}
+DEVICE void values_of(const u32 (&codes)[2], u16 scale, float* w) { scaled_values<1>(codes, scale, w); }
+DEVICE void halves_of(const u32 (&codes)[2], u16 scale, u32 (&w)[4]) { h2_scale<1>(codes, scale, w); }
+
+#include "quants/coded.cuh"

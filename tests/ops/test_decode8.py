@@ -20,14 +20,14 @@ SHARED = 16  # consecutive weights that have their scales in common, in every fo
 ULPS, SMALLEST = 1.5, 2.0**-20
 
 
-def plan(target: Target, weight: Weight, out: Any) -> list[KernelLaunch]:
-    entry = "decode_f32" if out.dtype == np.float32 else "decode_half2"
-    grid, k = (-(-COLUMNS // 256), ROWS), np.int32(COLUMNS)
-    args = (weight.array, out, np.int64(weight.row_bytes), k)
-    return [KernelLaunch(SOURCE, entry, grid, (32,), args, {"QTYPE": int(weight.qtype)})]
+def plan(target: Target, weight: Weight, run: int, out: Any) -> list[KernelLaunch]:
+    entry = "decode_f32" if out.dtype == np.float32 else "decode_runs" if run else "decode_half2"
+    args = (weight.array, out, np.int64(weight.row_bytes), np.int32(COLUMNS))
+    defines = {"QTYPE": int(weight.qtype), "GROUPS": run}
+    return [KernelLaunch(SOURCE, entry, (-(-COLUMNS // 256), ROWS), (32,), args, defines)]
 
 
-def reference(weight: Weight, out: np.ndarray) -> None:
+def reference(weight: Weight, run: int, out: np.ndarray) -> None:
     values = dequantized(weight)
     out[...] = values.astype(np.float16).view(np.uint32) if out.dtype == np.uint32 else values
 
@@ -39,10 +39,10 @@ def dequantized(weight: Weight) -> np.ndarray:
 DECODE8 = Op("decode8", reference, plan)
 
 
-def decoded(device: Device, weight: Weight, dtype: type) -> np.ndarray:
+def decoded(device: Device, weight: Weight, dtype: type, run: int = 0) -> np.ndarray:
     held = Weight(weight.name, weight.shape, weight.qtype, device.upload(weight.array))
     out = device.empty((ROWS, COLUMNS // 2 if dtype == np.uint32 else COLUMNS), dtype)
-    device.launch(DECODE8, held, out)
+    device.launch(DECODE8, held, run, out)
     return device.download(out)
 
 
@@ -62,3 +62,6 @@ def test_decode8_half2(device: Device, qtype: QuantType) -> None:
     limit = np.maximum(ULPS * np.spacing(largest).astype(np.float64), SMALLEST)
     error = np.abs(found - expected).reshape(-1, SHARED).max(axis=1)
     assert (error <= limit).all(), (error / limit).max()
+    if device.target is not None:
+        run = 4 if qtype % 2 else 2
+        assert (decoded(device, weight, np.uint32, run).view(np.float16) == found).all()

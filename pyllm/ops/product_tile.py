@@ -1,0 +1,105 @@
+"""Tiles of products on matrix instructions: sizes, shared memory and defines for rawkernels/common/product.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pyllm.ops.op import KernelLaunch, Target
+from pyllm.quants import FORMATS, QuantType
+from pyllm.weight import Weight
+
+COPIED = QuantType.F16  # rows that need no decoding
+NVIDIA_BLOCKS = 132  # that run at the same time on a large GPU; fewer leave a part of it idle
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut up.
+
+    Attributes:
+        bm, bn, bk: rows of x, rows of the weight, and elements of both that a block works on at a time.
+        threads: of a block.
+        x_stages: steps of x in shared memory, 2 or 3.
+        staged: packed rows go through shared memory on their way to be decoded.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    threads: int
+    x_stages: int
+    staged: bool
+
+    @classmethod
+    def of(cls, target: Target, num_tokens: int, num_rows: int, qtype: QuantType, stacks: int = 1) -> Tile:
+        """The tile for a product.
+
+        Args:
+            num_tokens: rows of x.
+            num_rows: rows of the weight.
+            stacks: products of this size side by side.
+        """
+        block = FORMATS[qtype]
+        if target.vendor == "host":  # small: emulated products take their time
+            return cls(64, 64, 32, 256, 3, target.tiles == "mma" and block.block_size > 1)
+        if target.vendor == "hip":  # 64 KiB of shared memory
+            return cls(64 if num_tokens <= 64 else 128, 128, 32, 256, 3, False)
+        bm = 32 if num_tokens <= 32 else 64 if num_tokens <= 64 else 128
+        bn = 128
+        # Smaller tiles reuse less, but a GPU that is half idle is worse.
+        while bm * bn > 64 * 64 and -(-num_tokens // bm) * -(-num_rows // bn) * stacks < NVIDIA_BLOCKS * 3 // 4:
+            bm, bn = (bm // 2, bn) if bm > 64 else (bm, bn // 2)
+        return cls(bm, bn, 32, 128, 3, block.block_size > 1)
+
+    def defines(self, qtype: QuantType, x: Any, output: int) -> dict[str, int]:
+        """Macros of common/product.cuh.
+
+        Args:
+            x: the activations, float32 or float16.
+            output: 0: float32, 1: float16, 2: added to float32.
+        """
+        return {
+            "QTYPE": int(qtype),
+            "BM": self.bm,
+            "BN": self.bn,
+            "BK": self.bk,
+            "THREADS": self.threads,
+            "X_STAGES": self.x_stages,
+            "X_F16": int(x.dtype == np.float16),
+            "STAGED": int(self.staged),
+            "OUTPUT": output,
+        }
+
+    def shared_bytes(self, qtype: QuantType) -> int:
+        """Dynamic shared memory: x, the decoded weight, and packed rows."""
+        block, pitch = FORMATS[qtype], self.bk + 8
+        elements = self.x_stages * self.bm * pitch + (self.x_stages if qtype == COPIED else 2) * self.bn * pitch
+        chunk_bytes = (256 if block.block_size == 256 else 128) // block.block_size * block.block_bytes
+        pieces = (chunk_bytes + (15 if block.block_bytes % 16 else 0) + 15) // 16 | 1
+        return 2 * elements + (2 * self.bn * 16 * pieces if self.staged else 0)
+
+
+def tile_launch(target: Target, x: Any, weight: Weight, out: Any, out_columns: int, output: int = 0) -> KernelLaunch:
+    """x times a weight by `mul_mat_tile`.
+
+    Args:
+        x: [num_tokens, in_features] float32 or float16.
+        out: the products' first element and all behind it, float32 or float16.
+        out_columns: elements from one row of out to the next.
+        output: 0: float32, 1: float16, 2: added to float32.
+    """
+    (num_tokens, k), n = x.shape, weight.shape[0]
+    tile = Tile.of(target, num_tokens, n, weight.qtype)
+    sizes = map(np.int32, (num_tokens, n, k, out_columns))
+    return KernelLaunch(
+        "mul_mat",
+        "mul_mat_tile",
+        (-(-num_tokens // tile.bm), -(-n // tile.bn)),
+        (tile.threads,),
+        (x, weight.array, out, np.int64(weight.row_bytes), *sizes),
+        tile.defines(weight.qtype, x, output),
+        tile.shared_bytes(weight.qtype),
+    )
