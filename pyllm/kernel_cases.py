@@ -25,7 +25,7 @@ from pyllm.ops.clear_tags import CLEAR_TAGS
 from pyllm.ops.copy_inputs import COPY_INPUTS
 from pyllm.ops.copy_rows import COPY_ROWS
 from pyllm.ops.fill_rows import FILL_ROWS
-from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
+from pyllm.ops.flash_attention import FLASH_ATTENTION, NUM_COUNTERS, AttentionParams, AttentionShape
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
 from pyllm.ops.mul_mat import MAX_VEC_TOKENS, MUL_MAT, plan_mul_mat, scratch_size
@@ -153,7 +153,7 @@ def paged(
         inputs.row_ids[tokens] = rows[start:]
         present = lengths[seq] if written else start
         tags[rows[:present]] = np.repeat(epochs, page_size)[:present]
-    return inputs, LayerCache(k, v, tags, page_size, layer=5)
+    return inputs, LayerCache(k, v, tags, page_size, 5, np.zeros(NUM_COUNTERS, np.int32))
 
 
 def empty_record() -> np.ndarray:
@@ -303,9 +303,12 @@ def _set_rows_cases() -> Iterator[Case]:
 
 
 def _set_rows(kv_type: KVType, wrong: bool, rng: Rng) -> Arguments:
-    inputs, cache = paged(rng, (1, 64, 33), (1, 5, 33), 3, 16, kv_type, written=False)
+    head_dim = max(16, kv_type.block)
+    inputs, cache = paged(rng, (1, 64, 33), (1, 5, 33), 3, head_dim, kv_type, written=False)
     inputs.row_ids[4] = inputs.row_ids[3] if wrong else -1
-    return normal(rng, 39, 48), normal(rng, 39, 48), inputs, cache, kv_type, empty_record()
+    k, v = normal(rng, 39, 3 * head_dim), normal(rng, 39, 3 * head_dim)
+    k[2], v[3, :40] = 0, np.nan
+    return k, v, inputs, cache, kv_type, empty_record()
 
 
 def _flash_attention_cases() -> Iterator[Case]:
@@ -321,6 +324,11 @@ def _flash_attention_cases() -> Iterator[Case]:
     yield attention_case("f32", (65, 9), (1, 1), 2, 1, 128, AttentionParams(1.0, softcap=3.0))
     yield attention_case("f16", (65,), (9,), 2, 1, 32, stale=(3,))
     yield attention_case("f16", (65,), (1,), 2, 1, 32, stale=(50,))
+    yield attention_case("q8_0", (65,), (31,), 4, 2, 64)
+    yield attention_case("q8_0", (97, 9), (1, 1), 6, 2, 96, stale=(3,))
+    yield attention_case("q4_0", (65,), (31,), 4, 2, 32, stale=(3,))
+    yield attention_case("q4_0", (97, 1), (1, 1), 4, 2, 128)
+    yield attention_case("f16", (65, 40), (4, 1), 4, 2, 64, AttentionParams(1 / 8, window=24))
     yield attention_case("f16", (33,), (33,), 4, 2, 64, dtype=np.float16)
     yield attention_case("f16", (97, 1), (1, 1), 4, 2, 64, dtype=np.float16)
     yield attention_case("f16", (1024,), (512,), 8, 2, 128, page_size=64)
@@ -355,7 +363,7 @@ def attention_case(
             row = inputs.page_table[0, position // page_size] * page_size + position % page_size
             cache.tags[row] = 7
             cache.k[row] = cache.v[row] = kv_type.encode(unwritten(num_kv_heads * head_dim))
-        q = normal(rng, sum(new), num_heads, head_dim).astype(dtype)
+        q: np.ndarray = normal(rng, sum(new), num_heads, head_dim).astype(dtype)
         out = unwritten(*q.shape, dtype=dtype)
         scratch = unwritten(shape.scratch_size(num_heads, head_dim))
         return q, inputs, shape, cache, kv_type, params, empty_record(), scratch, out
@@ -365,7 +373,7 @@ def attention_case(
     extras += [f"{len(stale)} stale"] * bool(stale) + ["f16 queries"] * (dtype == np.float16)
     name = ", ".join([kv_type.name, tokens, f"{num_heads}/{num_kv_heads} heads of {head_dim}", *extras])
     large = sum(map(operator.mul, lengths, new)) * num_heads * head_dim > 1 << 22
-    if shape.splits:
+    if max(new) == 1 and kv_type.block == 1:
         return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=1e-5, unit=0, large=large)
     # Tiles: queries and rows are rounded to f16, and so are the softmax's weights, which the floor stands for.
     return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=HALF, unit=0, rounded=_half_operands, large=large)
@@ -406,14 +414,14 @@ def _page_cases() -> Iterator[Case]:
 
 
 def _copy_rows(kv_type: KVType, rng: Rng) -> Arguments:
-    _, cache = paged(rng, (24,), (8,), 2, 16, kv_type)
+    _, cache = paged(rng, (24,), (8,), 2, 32, kv_type)
     cache.tags[:] = 11
     cache.tags[2] = 12  # a row of another epoch
     return cache, 0, 8, 5, 11, 77
 
 
 def _fill_rows(kv_type: KVType, rng: Rng) -> Arguments:
-    _, cache = paged(rng, (24,), (8,), 2, 16, kv_type)
+    _, cache = paged(rng, (24,), (8,), 2, 32, kv_type)
     return cache, 3, 7, 0x5A
 
 

@@ -27,6 +27,7 @@ from pyllm.kv_types import KVType
 from pyllm.ops.clear_tags import clear_tags
 from pyllm.ops.copy_rows import copy_rows
 from pyllm.ops.fill_rows import fill_rows
+from pyllm.ops.flash_attention import NUM_COUNTERS
 
 LAST_EPOCH = 2**32 - 1
 
@@ -36,11 +37,13 @@ class LayerCache:
     """One layer's part of the cache, as ops see it.
 
     Attributes:
-        k: [num_rows, num_kv_heads * key_length] in the storage type.
-        v: [num_rows, num_kv_heads * value_length] in the storage type.
+        k: [num_rows, row size of num_kv_heads * key_length elements] in the storage type.
+        v: [num_rows, row size of num_kv_heads * value_length elements] in the storage type.
         tags: [num_rows] uint32, the epoch under which each row was written; 0 = no row.
         page_size: rows per page.
         layer: index, for fault records.
+        counters: [NUM_COUNTERS] int32, shared by all layers: by them the blocks of a launch of `flash_attention` find out
+            which of them is the last. Zero whenever no launch is running.
     """
 
     k: Any
@@ -48,6 +51,7 @@ class LayerCache:
     tags: Any
     page_size: int
     layer: int
+    counters: Any
 
 
 @dataclass
@@ -102,13 +106,15 @@ class KVCache:
         self.kv_type = kv_type
         num_rows = num_pages * page_size
         self.tags = device.upload(np.zeros((num_layers, num_rows), np.uint32))
+        self.counters = device.upload(np.zeros(NUM_COUNTERS, np.int32))
         self.layers = [
             LayerCache(
-                device.empty((num_rows, k_width), kv_type.storage),
-                device.empty((num_rows, v_width), kv_type.storage),
+                device.empty((num_rows, kv_type.row_size(k_width)), kv_type.storage),
+                device.empty((num_rows, kv_type.row_size(v_width)), kv_type.storage),
                 self.tags[layer],
                 page_size,
                 layer,
+                self.counters,
             )
             for layer in range(num_layers)
         ]

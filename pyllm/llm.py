@@ -23,13 +23,13 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
-from pyllm.errors import DeviceError, ModelFileError, PyllmError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, PyllmError, UnsupportedError, UsageError
 from pyllm.executor import Executor, TestHooks
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
-from pyllm.kv_types import kv_type_by_name
+from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
 from pyllm.request import Request
@@ -39,6 +39,8 @@ from pyllm.text_stream import TextStream
 from pyllm.tokenizer import Tokenizer
 
 PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
+
+TAG_BYTES = 4  # beside each row of each layer
 
 MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
@@ -101,7 +103,7 @@ class LLM:
         ctx_size: tokens that one sequence may hold; at most what the model was trained for.
         batch_size: tokens that may be queued on the device at once.
         ubatch_size: tokens that run through the model together; default: 512 on the CPU, 2,048 on a GPU.
-        kv_type: storage of K and V rows, "f16", "f32" or "bf16".
+        kv_type: storage of K and V rows, "f16", "f32", "bf16", "q8_0" (half of f16) or "q4_0" (a quarter).
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
@@ -180,7 +182,7 @@ class LLM:
 
     def _build(self, gguf: GGUFModel, options: EngineOptions, progress: Progress | None) -> None:
         kv_type = kv_type_by_name(options.kv_type)
-        self._check_memory(gguf, options, np.dtype(kv_type.storage).itemsize)
+        self._check_rows(gguf, options, kv_type)
         model = self._model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
@@ -212,14 +214,22 @@ class LLM:
             self.tokenizer.vocab_size,
         )
 
-    def _check_memory(self, gguf: GGUFModel, options: EngineOptions, element_bytes: int) -> None:
-        """Refuse a context that cannot fit, before anything is read."""
+    def _check_rows(self, gguf: GGUFModel, options: EngineOptions, kv_type: KVType) -> None:
+        """Refuse rows that the type cannot hold or that cannot fit, before anything is read."""
         config = check_model(gguf, self._device)
+        for size in (config.key_length, config.value_length):
+            if size % kv_type.block:
+                plain = ", ".join(name for name, other in KV_TYPES.items() if other.block == 1)
+                raise UnsupportedError(
+                    f"{gguf.path}: heads of {size} elements; K/V rows of type {kv_type.name} hold blocks of "
+                    f"{kv_type.block}: choose another --kv-type ({plain})"
+                )
         rows = min(options.ctx_size, config.context_length) * options.n_seqs
-        needed = rows * config.num_layers * (config.num_kv_heads * (config.key_length + config.value_length) + 2)
-        if needed * element_bytes > self._device.memory_bytes:
+        widths = (config.num_kv_heads * config.key_length, config.num_kv_heads * config.value_length)
+        needed = rows * config.num_layers * (sum(map(kv_type.row_bytes, widths)) + TAG_BYTES)
+        if needed > self._device.memory_bytes:
             raise DeviceError(
-                f"K/V rows for {rows} tokens need {needed * element_bytes / 1e9:.1f} GB, {self._device.name} has "
+                f"K/V rows for {rows} tokens need {needed / 1e9:.1f} GB, {self._device.name} has "
                 f"{self._device.memory_bytes / 1e9:.1f} GB; try a smaller context (-c)"
             )
 

@@ -1,11 +1,12 @@
 // set_rows: scatter K and V rows into the paged cache, with the page's epoch as tag beside each
 //
-// Shapes    k [T,k_width], v [T,v_width] f32 or f16; k_cache [rows,k_width], v_cache [rows,v_width] kv_t; tags [rows] u32
+// Shapes    k [T,k_width], v [T,v_width] f32 or f16; k_cache [rows,k_row_size], v_cache [rows,v_row_size] kv_t
+//           tags [rows] u32
 //           row_ids [T] i64; positions, token_seq [T] i32; page_table [S,max_pages] i32; page_epochs alike u32
 // Launch    grid (T), block (256): one block per token
-// Numerics  one rounding to the storage type, to nearest even
+// Numerics  one rounding to the storage type, to nearest even; quantised types as common/kv.cuh says
 // Defines   KV_TYPE, INPUT_F16: 1 when k and v are f16
-// Compile   KV_TYPE=0,1,2 INPUT_F16=0,1
+// Compile   KV_TYPE=0,1,2,3,4 INPUT_F16=0,1
 #include "common/kv.cuh"
 
 #if INPUT_F16
@@ -16,11 +17,25 @@ typedef float input_t;
 DEVICE float input_value(input_t x) { return x; }
 #endif
 
+// The whole block writes one row.
+DEVICE void write_row(const input_t* RESTRICT source, kv_t* RESTRICT row, i32 width) {
+#if KV_QUANTISED
+    for (i32 first = KV_BLOCK * threadIdx.x; first < width; first += KV_BLOCK * blockDim.x) {
+        float values[KV_BLOCK];
+#pragma unroll
+        for (int i = 0; i < KV_BLOCK; i++) values[i] = input_value(source[first + i]);
+        kv_store32(row, width, first, values);
+    }
+#else
+    for (i32 i = threadIdx.x; i < width; i += blockDim.x) row[i] = kv_store(input_value(source[i]));
+#endif
+}
+
 KERNEL(256) set_rows(const input_t* RESTRICT k, const input_t* RESTRICT v, kv_t* RESTRICT k_cache,
                      kv_t* RESTRICT v_cache, u32* RESTRICT tags, const i64* RESTRICT row_ids,
                      const i32* RESTRICT positions, const i32* RESTRICT token_seq, const i32* RESTRICT seq_ids,
                      const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record, i32 k_width,
-                     i32 v_width, i32 max_pages, i32 page_size, i32 layer) {
+                     i32 v_width, i32 k_row_size, i32 v_row_size, i32 max_pages, i32 page_size, i32 layer) {
     const i64 token = blockIdx.x;
     const i64 row = row_ids[token];
     if (row < 0) return;
@@ -36,11 +51,7 @@ KERNEL(256) set_rows(const input_t* RESTRICT k, const input_t* RESTRICT v, kv_t*
         }
         return;
     }
-    for (i32 i = threadIdx.x; i < k_width; i += blockDim.x) {
-        k_cache[row * k_width + i] = kv_store(input_value(k[token * k_width + i]));
-    }
-    for (i32 i = threadIdx.x; i < v_width; i += blockDim.x) {
-        v_cache[row * v_width + i] = kv_store(input_value(v[token * v_width + i]));
-    }
+    write_row(k + token * k_width, k_cache + row * k_row_size, k_width);
+    write_row(v + token * v_width, v_cache + row * v_row_size, v_width);
     if (threadIdx.x == 0) tags[row] = page_epochs[slot];
 }

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from pyllm.device import Device
     from pyllm.kv_cache import LayerCache
 
-# How the kernels cut up their work: queries of a tile, rows that are worth a block of their own, blocks that fill a
-# large card, and query heads that one block of a single-token pass takes on.
-TILE_QUERIES = 64
-ROWS_PER_SPLIT = 128
-TARGET_BLOCKS = 512
+# How the kernels cut up their work.
+MAX_FEW = 8  # tokens of a sequence that are few: its rows are worth splitting over blocks
+ROWS_PER_SPLIT = 256  # that are worth a block of their own
+TARGET_BLOCKS = 132  # fill a large card
+UNEVEN = 8  # several sequences get so many times the blocks, since some may be much longer than others
 MAX_SPLITS = 64
-MAX_HEADS_PER_BLOCK = 8
+NUM_COUNTERS = 1 << 14  # of LayerCache.counters
+STATIC_SHARED = 2 << 10  # bytes that the kernels need beside their tiles
+
+LOG2_E = 1.4426950408889634
+SMALLEST_FACTOR = 1e-30
 
 QUERY_BLOCK = 128  # queries scored at once by the reference: bounds its scratch, changes no result
 
@@ -45,16 +49,18 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Extents of a ubatch that choose a kernel and its grid.
+    """Extents of a ubatch that choose kernels and their grids.
 
     Attributes:
         num_seqs: sequences.
         longest: most tokens that one sequence has here.
-        splits: parts into which the rows of a sequence are cut when every sequence has one token; 0 otherwise.
+        few: sequences with at most so many tokens have their rows split; 0 when there are none.
+        splits: most parts into which the rows of such a sequence are cut. A short one is cut into fewer.
     """
 
     num_seqs: int
     longest: int
+    few: int
     splits: int
 
     @classmethod
@@ -64,14 +70,21 @@ class AttentionShape:
         Args:
             most_rows: rows of the longest sequence; an upper bound will do.
         """
-        if longest > 1:
-            return cls(num_seqs, longest, 0)
-        fill = -(-TARGET_BLOCKS // (num_seqs * num_kv_heads))
-        return cls(num_seqs, longest, max(1, min(fill, -(-most_rows // ROWS_PER_SPLIT), MAX_SPLITS)))
+        few = longest if longest <= MAX_FEW else int(num_seqs > 1)
+        if not few:
+            return cls(num_seqs, longest, 0, 0)
+        chunks = num_seqs * num_kv_heads
+        if chunks * MAX_SPLITS > NUM_COUNTERS:
+            return cls(num_seqs, longest, few, 1)
+        return cls(
+            num_seqs, longest, few, max(1, min(TARGET_BLOCKS // chunks, most_rows // ROWS_PER_SPLIT, MAX_SPLITS))
+        )
 
     def scratch_size(self, num_heads: int, head_dim: int) -> int:
         """float32 elements of scratch: for each split, sums, a maximum and a total."""
-        return max(1, self.num_seqs * num_heads * self.splits * (head_dim + 2))
+        tokens = 1 << (self.few - 1).bit_length() if self.few else 0
+        parts = self.splits if self.splits > 1 else 0
+        return max(1, self.num_seqs * tokens * num_heads * parts * (head_dim + 2))
 
 
 def flash_attention_ref(
@@ -206,6 +219,47 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return scores
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """Compile-time extents of the kernel for many queries; see rawkernels/flash_attention.cu."""
+
+    slice_keys: int
+    warps: int
+    row_tiles: int
+    q_shared: int
+
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.warps
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Two slices of K and V, and the queries."""
+        return 2 * (head_dim + 8) * (4 * self.slice_keys + self.q_shared * self.rows())
+
+
+_TILES = (_Tile(64, 4, 2, 1), _Tile(32, 4, 2, 1), _Tile(32, 4, 1, 0), _Tile(16, 4, 1, 1), _Tile(16, 2, 1, 1))
+_LARGE_TILES = (_Tile(32, 8, 1, 1), _Tile(16, 4, 1, 1), _Tile(16, 2, 1, 1))  # heads whose sums fill the registers
+
+
+def _shared_limit(target: Target) -> int:
+    """Bytes of shared memory for a block's tiles."""
+    limit = 64
+    if target.vendor == "cuda":
+        limit = 99 if target.arch in ("sm_86", "sm_89", "sm_120", "sm_121") else 163 if target.arch < "sm_90" else 227
+    return (limit << 10) - STATIC_SHARED
+
+
+def _tile(target: Target, head_dim: int) -> _Tile:
+    tiles: tuple[_Tile, ...] = _TILES if head_dim <= 128 else _LARGE_TILES
+    if target.vendor == "hip":  # two tiles of rows in a warp: for the registers of NVIDIA's products
+        tiles = tuple(tile for tile in tiles if tile.row_tiles == 1)
+    return next(tile for tile in tiles if tile.shared_bytes(head_dim) <= _shared_limit(target))
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor up to `most`."""
+    return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)
+
+
 def plan_flash_attention(
     target: Target,
     q: Any,
@@ -220,28 +274,73 @@ def plan_flash_attention(
 ) -> list[KernelLaunch]:
     _, num_heads, head_dim = q.shape
     require(head_dim % 16 == 0, "flash_attention", f"head size {head_dim} is not a multiple of 16")
+    require(head_dim % kv_type.block == 0, "flash_attention", f"head size {head_dim} cuts blocks of {kv_type.name}")
     require(out.shape == q.shape, "flash_attention", "key and value length differ")
-    kv_heads = cache.k.shape[1] // head_dim
-    tables = (inputs.positions, inputs.cu_seqlens, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
-    read = (q, cache.k, cache.v, cache.tags, *tables, record)
-    sizes = (params.window, kv_heads, inputs.page_table.shape[1], cache.page_size, cache.layer)
-    numbers = (np.float32(params.scale), np.float32(params.softcap), *map(np.int32, sizes))
-    defines = {"KV_TYPE": kv_type.code, "HEAD_DIM": head_dim, "IO_F16": int(q.dtype.name == "float16")}
-    if not shape.splits:
-        grid = (-(-shape.longest // TILE_QUERIES), num_heads, shape.num_seqs)
-        block = (4 * target.warp_size,)
-        return [KernelLaunch("flash_attention", "flash_attention_tile", grid, block, (*read, out, *numbers), defines)]
+    require(params.scale >= 0, "flash_attention", "a negative scale")
+    kv_heads = kv_type.width(cache.k.shape[1]) // head_dim
     group = num_heads // kv_heads
-    heads = min(group, MAX_HEADS_PER_BLOCK)
-    defines |= {"GROUP": group, "HEADS": heads}
-    grid = (shape.splits, kv_heads * -(-group // heads), shape.num_seqs)
-    combine = (scratch, inputs.cu_seqlens, out, np.int32(shape.splits))
-    return [
-        KernelLaunch("flash_attention", "flash_attention_split", grid, (128,), (*read, scratch, *numbers), defines),
-        KernelLaunch(
-            "flash_attention", "flash_attention_combine", (num_heads, shape.num_seqs), (128,), combine, defines
-        ),
-    ]
+    tables = (inputs.seq_ids, inputs.page_table, inputs.page_epochs, record)
+    rows = (q, cache.k, cache.v, cache.tags)
+    # Weights are powers of two. A factor of zero would spoil the -infinity of rows that are not seen.
+    factor = LOG2_E * (1.0 if params.softcap else max(params.scale, SMALLEST_FACTOR))
+    numbers = (np.float32(params.scale), np.float32(params.softcap), np.float32(factor), np.int32(params.window))
+    sizes = (cache.k.shape[1], inputs.page_table.shape[1], cache.page_size, cache.layer)
+    defines = {"KV_TYPE": kv_type.code, "HEAD_DIM": head_dim, "IO_F16": int(q.dtype.name == "float16")}
+    defines["HAS_SOFTCAP"] = int(params.softcap > 0)
+    launches = []
+    if shape.few:
+        split, shared = _split(target, kv_type, head_dim, group, 1 << (shape.few - 1).bit_length())
+        grid = (shape.splits, kv_heads * -(-group // split["HEADS"]), shape.num_seqs)
+        extents = map(np.int32, (kv_heads, group, *sizes))
+        lengths = (inputs.cu_seqlens, inputs.kv_lens)
+        args = (*rows, *lengths, *tables, scratch, cache.counters, out, *numbers, *extents)
+        block = (split["WARPS"] * target.warp_size,)
+        source = "flash_attention_split"
+        launches.append(KernelLaunch(source, source, grid, block, args, {**defines, **split}, shared))
+    if shape.longest > shape.few:
+        tile = _tile(target, head_dim)
+        pack = _divisor(group, min(group, tile.rows() // 2))
+        grid = (num_heads // pack, -(-shape.longest // (tile.rows() // pack)), shape.num_seqs)
+        extents = map(np.int32, (kv_heads, *sizes, shape.few + 1))
+        args = (*rows, inputs.positions, inputs.cu_seqlens, *tables, out, *numbers, *extents)
+        defines |= {"PACK": pack, "SLICE": tile.slice_keys, "WARPS": tile.warps}
+        defines |= {"ROW_TILES": tile.row_tiles, "Q_SHARED": tile.q_shared}
+        block, shared = (tile.warps * target.warp_size,), tile.shared_bytes(head_dim)
+        launches.append(KernelLaunch("flash_attention", "flash_attention", grid, block, args, defines, shared))
+    return launches
+
+
+def _split(target: Target, kv_type: KVType, head_dim: int, group: int, tokens: int) -> tuple[dict[str, int], int]:
+    """Compile-time extents of rawkernels/flash_attention_split.cu, and bytes of its dynamic shared memory."""
+    exact = int(tokens == 1)
+    most_rows = (8 if exact else 16) * (2 if head_dim <= 128 else 1)
+    heads = min(group, most_rows // tokens)
+    copies = kv_type.name == "f16" and target.vendor != "hip"  # K and V rows are copied in the background
+    split = {"HEADS": heads, "TOKENS": tokens, "EXACT": exact, "KEYS": 16 if head_dim > 64 else 32}
+    split["STAGES"] = 3 if copies else 1
+    terms = 2 if kv_type.name == "f32" and exact else 1
+    for warps in (8, 4, 2, 1):
+        split["WARPS"] = warps
+        shared = _split_shared_bytes(head_dim, split, terms)
+        if shared + _split_static_bytes(head_dim, split) <= _shared_limit(target):
+            break
+    return split, shared
+
+
+def _split_rows(split: dict[str, int]) -> int:
+    used = 8 if split["EXACT"] else 16
+    return -(-split["HEADS"] * split["TOKENS"] // used) * used
+
+
+def _split_static_bytes(head_dim: int, split: dict[str, int]) -> int:
+    tiles = _split_rows(split) // (8 if split["EXACT"] else 16)
+    return 2 * tiles * 16 * (head_dim + 8) + 8 * split["WARPS"] * _split_rows(split)
+
+
+def _split_shared_bytes(head_dim: int, split: dict[str, int], terms: int) -> int:
+    """Slices of K and V; behind the loop all warps' sums, then the shares of all splits."""
+    stages = split["WARPS"] * split["STAGES"] * 2 * terms * split["KEYS"] * 2 * (head_dim + 8)
+    return max(stages, split["WARPS"] * 4 * _split_rows(split) * head_dim, 8 * _split_rows(split) * MAX_SPLITS)
 
 
 FLASH_ATTENTION = Op("flash_attention", flash_attention_ref, plan_flash_attention)
@@ -287,10 +386,11 @@ def flash_attention(
     """
     check_array("flash_attention", "q", q, (None, None, None), ("float32", "float16"))
     num_tokens, num_heads, key_length = q.shape
-    require(cache.k.shape[1] % key_length == 0, "flash_attention", f"key_length {key_length} does not divide the rows")
-    num_kv_heads = cache.k.shape[1] // key_length
+    k_width = kv_type.width(cache.k.shape[1])
+    require(k_width % key_length == 0, "flash_attention", f"key_length {key_length} does not divide the rows")
+    num_kv_heads = k_width // key_length
     require(num_heads % num_kv_heads == 0, "flash_attention", f"{num_heads} heads over {num_kv_heads} kv heads")
-    value_length = cache.v.shape[1] // num_kv_heads
+    value_length = kv_type.width(cache.v.shape[1]) // num_kv_heads
     check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), (q.dtype.name,))
     check_array("flash_attention", "record", record, faults.record_shape(), ("int32",))
     check_array("flash_attention", "scratch", scratch, (shape.scratch_size(num_heads, value_length),), ("float32",))

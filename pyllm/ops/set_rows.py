@@ -56,7 +56,8 @@ def plan_set_rows(
     target: Target, k: Any, v: Any, inputs: InputViews, cache: LayerCache, kv_type: KVType, record: Any
 ) -> list[KernelLaunch]:
     tables = (inputs.row_ids, inputs.positions, inputs.token_seq, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
-    sizes = (k.shape[1], v.shape[1], inputs.page_table.shape[1], cache.page_size, cache.layer)
+    row_sizes = (cache.k.shape[1], cache.v.shape[1])
+    sizes = (k.shape[1], v.shape[1], *row_sizes, inputs.page_table.shape[1], cache.page_size, cache.layer)
     args = (k, v, cache.k, cache.v, cache.tags, *tables, record, *map(np.int32, sizes))
     defines = {"KV_TYPE": kv_type.code, "INPUT_F16": int(k.dtype.name == "float16")}
     return [KernelLaunch("set_rows", "set_rows", (k.shape[0],), (256,), args, defines)]
@@ -82,13 +83,13 @@ def set_rows(
         kv_type: how rows are stored.
         record: fault record; appended to.
 
-    Numerics: one rounding to the storage type, to nearest even.
+    Numerics: one rounding to the storage type, to nearest even; quantised types as `pyllm.kv_types` says.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
     """
-    for name, array, width in (("k", k, cache.k.shape[1]), ("v", v, cache.v.shape[1])):
-        check_array("set_rows", name, array, (k.shape[0], width), (k.dtype.name,))
+    for name, array, rows in (("k", k, cache.k), ("v", v, cache.v)):
+        check_array("set_rows", name, array, (k.shape[0], kv_type.width(rows.shape[1])), (k.dtype.name,))
     require(k.dtype.name in ("float32", "float16"), "set_rows", f"k is {k.dtype.name}, expected float32 or float16")
     check_array("set_rows", "record", record, faults.record_shape(), ("int32",))
     device.launch(SET_ROWS, k, v, inputs, cache, kv_type, record)

@@ -1,0 +1,405 @@
+// flash_attention_split: causal attention of few queries per sequence; a sequence's rows are spread over warps and blocks,
+// and the last block to finish puts the parts together
+//
+// Shapes    q, out [T,heads,HEAD_DIM] f32, or f16 with IO_F16; k_cache, v_cache [rows, row size] kv_t; tags [rows] u32
+//           cu_seqlens [S+1], kv_lens, seq_ids [S] i32; page_table [S,max_pages] i32, page_epochs alike u32
+//           parts [S * TOKENS,heads,splits,HEAD_DIM + 2] f32: sums, then highest score and total weight
+//           counters [S * chunks] i32: zero before and after the launch
+// Launch    grid (splits, kv_heads * ceil(group / HEADS) = chunks, S), block (WARPS * WARP_SIZE). A block has HEADS query
+//           heads of one kv head and up to TOKENS tokens. Blocks of sequences with more tokens, and blocks for which a
+//           sequence is too short, do nothing
+// Shared    dynamic: for each warp STAGES slices of K and V; behind the loop, sums of all warps
+// Sync      a warp takes every n-th slice of KEYS rows; copies of the next slices run ahead of the one it works on. Warps
+//           meet behind the loop. Each block of a chunk then fences its parts and counts; who counts last combines them in
+//           the order of splits and resets the counter
+// Numerics  sums in f32. With EXACT, rows 0-7 of a tile of 16 hold q and the weights rounded to f16, and rows 8-15 what the
+//           rounding took away, so only K and V in other types than f16 are rounded to f16, and f32 rows are taken apart in
+//           the same way. Without it as in flash_attention. A row with a foreign tag is absent: its K and V are zero and its
+//           score is -infinity
+// Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, HEADS, TOKENS, EXACT, KEYS (16 or 32), STAGES, WARPS
+// Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 HEADS=3 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4;
+//           KV_TYPE=1 HEAD_DIM=64,128 IO_F16=0,1 HAS_SOFTCAP=0,1 HEADS=4 TOKENS=1 EXACT=1 KEYS=32 STAGES=3 WARPS=4;
+//           KV_TYPE=1 HEAD_DIM=80,96 IO_F16=1 HAS_SOFTCAP=0 HEADS=16 TOKENS=1 EXACT=1 KEYS=16 STAGES=2 WARPS=4;
+//           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=0 HEADS=8 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=2;
+//           KV_TYPE=1 HEAD_DIM=128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=8 EXACT=0 KEYS=16 STAGES=2 WARPS=2
+#include "common/attention.cuh"
+
+#define THREADS (WARPS * WARP_SIZE)
+#define TILE_USED (EXACT ? 8 : 16)  // rows of a tile that are different queries
+#define ROWS (HEADS * TOKENS)
+#define TILES ((ROWS + TILE_USED - 1) / TILE_USED)
+#define ALL_ROWS (TILES * TILE_USED)
+#define LD (HEAD_DIM + 8)  // elements per row of a tile
+#define KEY_TILES (KEYS / 16)
+#define DIM_TILES (HEAD_DIM / 16)
+#define PIECES (HEAD_DIM / KV_PIECE)
+#define TERMS (KV_TYPE == 0 && EXACT ? 2 : 1)  // f16 numbers whose sum is an element of K or V
+#define TILE_SIZE (KEYS * LD)
+#define STAGE_SIZE (2 * TERMS * TILE_SIZE)  // K, V, then what their rounding left
+#define PART (HEAD_DIM + 2)
+#define MOST_SLICES 2  // of a warp, while a sequence has only one block: putting parts together takes its time
+
+// Begins the copies of one slice, or makes them where rows have to be converted. Rows that are not wanted keep what was there.
+DEVICE void fetch_slice(f16* stage, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache, i32 my_row, i32 width,
+                        i32 row_size, i32 first) {
+#pragma unroll
+    for (i32 i = LANE(); i < (KEYS * PIECES + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
+        const i32 key = i / PIECES;
+        const i32 d = i % PIECES * KV_PIECE;
+        const i32 row = shfl(my_row, key);
+        if (i >= KEYS * PIECES || row < 0) continue;
+        f16* const target = stage + key * LD + d;
+        const i64 offset = static_cast<i64>(row) * row_size;
+#if KV_TYPE == 1
+        async_copy16(target, k_cache + offset + first + d);
+        async_copy16(target + TILE_SIZE, v_cache + offset + first + d);
+#else
+        u32 keys[KV_PIECE / 2];
+        u32 values[KV_PIECE / 2];
+        kv_load_piece(k_cache + offset, width, first + d, keys);
+        kv_load_piece(v_cache + offset, width, first + d, values);
+#pragma unroll
+        for (int j = 0; j < KV_PIECE / 2; j += 4) {
+            store16(target + 2 * j, u32x4{keys[j], keys[j + 1], keys[j + 2], keys[j + 3]});
+            store16(target + TILE_SIZE + 2 * j, u32x4{values[j], values[j + 1], values[j + 2], values[j + 3]});
+        }
+#if KV_TYPE == 0 && EXACT
+        kv_load_rest(k_cache + offset, width, first + d, keys);
+        kv_load_rest(v_cache + offset, width, first + d, values);
+        store16(target + 2 * TILE_SIZE, u32x4{keys[0], keys[1], keys[2], keys[3]});
+        store16(target + 3 * TILE_SIZE, u32x4{values[0], values[1], values[2], values[3]});
+#endif
+#endif
+    }
+    async_commit();
+}
+
+// The rows whose bits are set become zeros.
+DEVICE void clear_rows(f16* stage, u32 missing) {
+    for (i32 i = LANE(); i < 2 * TERMS * KEYS * (HEAD_DIM / 8); i += WARP_SIZE) {
+        const i32 row = i / (HEAD_DIM / 8);
+        if (missing >> row % KEYS & 1) store16(stage + row * LD + i % (HEAD_DIM / 8) * 8, u32x4{0, 0, 0, 0});
+    }
+}
+
+KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRICT k_cache,
+                                      const kv_t* RESTRICT v_cache, const u32* RESTRICT tags,
+                                      const i32* RESTRICT cu_seqlens, const i32* RESTRICT kv_lens,
+                                      const i32* RESTRICT seq_ids, const i32* RESTRICT page_table,
+                                      const u32* RESTRICT page_epochs, i32* record, float* parts, i32* counters,
+                                      io_t* RESTRICT out, float scale, float softcap, float factor, i32 window,
+                                      i32 kv_heads, i32 group, i32 row_size, i32 max_pages, i32 page_size, i32 layer) {
+    DYNAMIC_SHARED(f16, stages);
+    SHARED f16 q_tile[TILES * 16 * LD];
+    SHARED float peak_of[WARPS][ALL_ROWS];
+    SHARED float total_of[WARPS][ALL_ROWS];
+    SHARED i32 is_last;
+    const i32 seq = blockIdx.z;
+    const i32 lane = LANE();
+    const i32 warp = WARP_ID();
+    const i32 block = blockIdx.x;
+    const i32* const pages = page_table + static_cast<i64>(seq) * max_pages;
+    const u32* const epochs = page_epochs + static_cast<i64>(seq) * max_pages;
+    // Where the lane's first row will lie, unless a window says otherwise: read before it is known whether there is such a
+    // row, since nothing can be copied until all of this has come.
+    const i32 guess = (block * WARPS + warp) * KEYS + lane;
+    const i32 guess_slot = guess / page_size < max_pages ? guess / page_size : max_pages - 1;
+    const i32 guess_page = pages[guess_slot];
+    const u32 guess_epoch = epochs[guess_slot];
+    const i32 first_token = cu_seqlens[seq];
+    const i32 num_tokens = cu_seqlens[seq + 1] - first_token;
+    const i32 stop = kv_lens[seq];
+    if (num_tokens < 1 || num_tokens > TOKENS) return;  // the whole block; also when copy_inputs has emptied the block
+    const i32 chunks = gridDim.y / kv_heads;
+    const i32 kv_head = blockIdx.y / chunks;
+    const i32 chunk = blockIdx.y % chunks;
+    const i32 first_head = kv_head * group + chunk * HEADS;
+    const i32 num_heads = (chunk + 1) * HEADS < group ? HEADS : group - chunk * HEADS;
+    const i64 heads = static_cast<i64>(kv_heads) * group;
+    const i32 width = kv_heads * HEAD_DIM;
+
+    const i32 first_position = stop - num_tokens;
+    const i32 start = window > 0 && first_position - window + 1 > 0 ? first_position - window + 1 : 0;
+    const i32 num_slices = (stop - start + KEYS - 1) / KEYS;
+    const i32 wanted = num_slices <= WARPS * MOST_SLICES ? 1 : (num_slices + WARPS - 1) / WARPS;
+    const i32 num_blocks = wanted < static_cast<i32>(gridDim.x) ? wanted : gridDim.x;
+    if (block >= num_blocks) return;
+    const i32 stride = num_blocks * WARPS * KEYS;
+    const i32 my_start = start + guess;
+    const i32 my_stop = lane < KEYS ? stop : 0;
+    f16* const my_stages = stages + warp * STAGES * STAGE_SIZE;
+
+    // Slices in flight: index 0 is worked on next. Their tags are looked at when they are worked on.
+    Row rows[STAGES];
+    u32 found[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s == 0 && start == 0) {
+            rows[0] = guess < my_stop ? Row{guess_page * page_size + guess % page_size, guess_epoch} : Row{-1, 0};
+        } else {
+            rows[s] = find_row(pages, epochs, my_start + s * stride, my_stop, page_size);
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        found[s] = rows[s].index >= 0 ? tags[rows[s].index] : 0;
+        fetch_slice(my_stages + s * STAGE_SIZE, k_cache, v_cache, rows[s].index, width, row_size, kv_head * HEAD_DIM);
+    }
+    Row next = find_row(pages, epochs, my_start + (STAGES - 1) * stride, my_stop, page_size);
+
+    // Queries: row r of all rows is head r % HEADS of token r / HEADS.
+    for (i32 i = threadIdx.x; i < ALL_ROWS * (HEAD_DIM / 8); i += THREADS) {
+        const i32 row = i / (HEAD_DIM / 8);
+        const i32 d = i % (HEAD_DIM / 8) * 8;
+        float values[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (row / HEADS < num_tokens && row % HEADS < num_heads) {
+            io_load8(q + ((first_token + row / HEADS) * heads + first_head + row % HEADS) * HEAD_DIM + d, values);
+        }
+        f16* const target = q_tile + (row / TILE_USED * 16 + row % TILE_USED) * LD + d;
+#pragma unroll
+        for (int j = 0; j < 8; j++) target[j] = to_f16_saturated(values[j]);
+#if EXACT
+#pragma unroll
+        for (int j = 0; j < 8; j++) target[8 * LD + j] = to_f16_saturated(values[j] - to_f32(to_f16_saturated(values[j])));
+#endif
+    }
+    FragC sum[TILES][DIM_TILES];
+    float peak[TILES][TILE_ROWS];
+    float total[TILES][TILE_ROWS];  // of the lane's own columns
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; d++) tile_zero(sum[m][d]);
+#pragma unroll
+        for (int slot = 0; slot < TILE_ROWS; slot++) peak[m][slot] = -INFINITY_F, total[m][slot] = 0;
+    }
+    BARRIER();
+
+    const i32 warp_start = my_start - lane;
+    i32 slot_now = 0;
+    for (i32 base = warp_start; base < stop; base += stride) {
+        const i32 slot_ahead = slot_now == 0 ? STAGES - 1 : slot_now - 1;
+        const i32 ahead = base + lane + (STAGES - 1) * stride;
+        rows[STAGES - 1] = next;
+        found[STAGES - 1] = next.index >= 0 ? tags[next.index] : 0;
+        fetch_slice(my_stages + slot_ahead * STAGE_SIZE, k_cache, v_cache, next.index, width, row_size, kv_head * HEAD_DIM);
+        next = find_row(pages, epochs, ahead + stride, my_stop, page_size);
+        async_wait<STAGES - 1>();
+        f16* const stage = my_stages + slot_now * STAGE_SIZE;
+        const bool own = rows[0].index >= 0 && found[0] == rows[0].expected;
+        if (rows[0].index >= 0 && !own && blockIdx.y == 0) {
+            report_tag(record, seq_ids[seq], layer, rows[0], base + lane, page_size, found[0]);
+        }
+        const u32 missing = static_cast<u32>(ballot(lane < KEYS && !own));
+        WARP_BARRIER();
+        if (missing) {
+            clear_rows(stage, missing);
+            WARP_BARRIER();
+        }
+        FragC score[TILES][KEY_TILES];
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) tile_zero(score[m][n]);
+        }
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; d++) {
+            FragA query[TILES];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) tile_load_a(query[m], q_tile + 16 * m * LD + 16 * d, LD);
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) {
+#pragma unroll
+                for (int term = 0; term < TERMS; term++) {
+                    FragB keys;
+                    tile_load_b(keys, stage + 2 * term * TILE_SIZE + 16 * n * LD + 16 * d, LD);
+#pragma unroll
+                    for (int m = 0; m < TILES; m++) tile_mma(score[m][n], query[m], keys);
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            float highest[TILE_ROWS];
+            float anchor[TILE_ROWS];
+            float shrink[TILE_ROWS];
+            i32 last[TILE_ROWS];  // the position of the row's query
+#pragma unroll
+            for (int slot = 0; slot < TILE_ROWS; slot++) {
+                highest[slot] = peak[m][slot];
+                last[slot] = first_position + (TOKENS > 1 ? (16 * m + tile_row_of(slot)) / HEADS : 0);
+            }
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) {
+                if (EXACT) tile_add_halves(score[m][n]);
+#pragma unroll
+                for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+                    const i32 column = 16 * n + tile_c_col(i);
+                    score[m][n].x[i] = score_of(score[m][n].x[i], scale, softcap);
+                    bool visible = !(missing >> column & 1);
+                    if (TOKENS > 1) {
+                        const i32 distance = last[tile_c_slot(i)] - (base + column);
+                        visible = visible && distance >= 0 && (window <= 0 || distance < window);
+                    }
+                    if (!visible) score[m][n].x[i] = -INFINITY_F;
+                    highest[tile_c_slot(i)] = fmaxf(highest[tile_c_slot(i)], score[m][n].x[i]);
+                }
+            }
+#pragma unroll
+            for (int slot = 0; slot < TILE_ROWS; slot++) {
+                highest[slot] = tile_row_max(highest[slot]);
+                anchor[slot] = anchor_of(highest[slot], factor);
+                shrink[slot] = weight_of(peak[m][slot], factor, anchor[slot]);
+                peak[m][slot] = highest[slot];
+                total[m][slot] *= shrink[slot];
+            }
+#pragma unroll
+            for (int d = 0; d < DIM_TILES; d++) {
+#pragma unroll
+                for (int i = 0; i < TILE_C_ELEMENTS; i++) sum[m][d].x[i] *= shrink[tile_c_slot(i)];
+            }
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) {
+#pragma unroll
+                for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+                    const float weight = weight_of(score[m][n].x[i], factor, anchor[tile_c_slot(i)]);
+                    total[m][tile_c_slot(i)] += weight;
+                    const bool rest = EXACT && tile_row_of(tile_c_slot(i)) >= 8;
+                    score[m][n].x[i] = rest ? weight - to_f32(to_f16(weight)) : weight;
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++) {
+            FragA weights[TILES];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) tile_c_to_a(weights[m], score[m][n]);
+#pragma unroll
+            for (int d = 0; d < DIM_TILES; d++) {
+#pragma unroll
+                for (int term = 0; term < TERMS; term++) {
+                    FragB values;
+                    tile_load_b_rows(values, stage + (2 * term + 1) * TILE_SIZE + 16 * n * LD + 16 * d, LD);
+#pragma unroll
+                    for (int m = 0; m < TILES; m++) tile_mma(sum[m][d], weights[m], values);
+                }
+            }
+        }
+        WARP_BARRIER();  // before the next copies come into the slice
+        slot_now = slot_now == STAGES - 1 ? 0 : slot_now + 1;
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; s++) {
+            rows[s] = rows[s + 1];
+            found[s] = found[s + 1];
+        }
+    }
+
+    // All warps' sums, brought to the highest score that any of them saw.
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int slot = 0; slot < TILE_ROWS; slot++) {
+            const float whole = tile_row_sum(total[m][slot]);
+            if (tile_row_of(slot) < TILE_USED) {
+                peak_of[warp][TILE_USED * m + tile_row_of(slot)] = peak[m][slot];
+                total_of[warp][TILE_USED * m + tile_row_of(slot)] = whole;
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; d++) {
+            if (EXACT) tile_add_halves(sum[m][d]);
+        }
+    }
+    async_wait<0>();
+    BARRIER();
+    float* const merged = reinterpret_cast<float*>(stages);  // [WARPS][ALL_ROWS][HEAD_DIM]
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+            if (tile_c_row(i) >= TILE_USED) continue;
+            const i32 row = TILE_USED * m + tile_c_row(i);
+            float highest = -INFINITY_F;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, peak_of[w][row]);
+            const float share = weight_of(peak[m][tile_c_slot(i)], factor, anchor_of(highest, factor));
+#pragma unroll
+            for (int d = 0; d < DIM_TILES; d++) {
+                merged[(warp * ALL_ROWS + row) * HEAD_DIM + 16 * d + tile_c_col(i)] = sum[m][d].x[i] * share;
+            }
+        }
+    }
+    BARRIER();
+    const i32 splits = gridDim.x;
+    for (i32 i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        const i32 row = i / HEAD_DIM;
+        const i32 d = i % HEAD_DIM;
+        const i32 t = row / HEADS;
+        const i32 head = row % HEADS;
+        if (t >= num_tokens || head >= num_heads) continue;
+        float highest = -INFINITY_F;
+        float value = 0;
+        float whole = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, peak_of[w][row]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            value += merged[(w * ALL_ROWS + row) * HEAD_DIM + d];
+            whole += total_of[w][row] * weight_of(peak_of[w][row], factor, anchor_of(highest, factor));
+        }
+        if (num_blocks == 1) {
+            out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole > 0 ? value / whole : 0);
+        } else {
+            float* const part = parts + (((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits + block) * PART;
+            part[d] = value;
+            if (d == 0) part[HEAD_DIM] = highest, part[HEAD_DIM + 1] = whole;
+        }
+    }
+    if (num_blocks == 1) return;  // the whole block
+
+    DEVICE_FENCE();
+    BARRIER();
+    i32* const counter = counters + static_cast<i64>(seq) * gridDim.y + blockIdx.y;
+    if (threadIdx.x == 0) is_last = atomic_add(counter, 1) == num_blocks - 1;
+    BARRIER();
+    if (!is_last) return;  // the whole block
+    DEVICE_FENCE();
+    if (threadIdx.x == 0) *counter = 0;
+    float* const peaks = merged;                         // [ROWS][num_blocks], then their shares
+    float* const totals = merged + ROWS * num_blocks;  // likewise
+    const volatile float* const theirs = parts;  // written by other blocks while this one ran
+    for (i32 i = threadIdx.x; i < ROWS * num_blocks; i += THREADS) {
+        const i32 row = i / num_blocks;
+        const i32 t = row / HEADS;
+        const i32 head = row % HEADS;
+        const bool exists = t < num_tokens && head < num_heads;
+        const i64 part = (((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits + i % num_blocks) * PART;
+        peaks[i] = exists ? theirs[part + HEAD_DIM] : -INFINITY_F;
+        totals[i] = exists ? theirs[part + HEAD_DIM + 1] : 0;
+    }
+    BARRIER();
+    for (i32 row = threadIdx.x; row < ROWS; row += THREADS) {
+        float highest = -INFINITY_F;
+        float whole = 0;
+        for (i32 s = 0; s < num_blocks; s++) highest = fmaxf(highest, peaks[row * num_blocks + s]);
+        for (i32 s = 0; s < num_blocks; s++) {
+            const float share = weight_of(peaks[row * num_blocks + s], factor, anchor_of(highest, factor));
+            whole += share * totals[row * num_blocks + s];
+            peaks[row * num_blocks + s] = share;
+        }
+        totals[row * num_blocks] = whole;
+    }
+    BARRIER();
+    for (i32 i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        const i32 row = i / HEAD_DIM;
+        const i32 d = i % HEAD_DIM;
+        const i32 t = row / HEADS;
+        const i32 head = row % HEADS;
+        if (t >= num_tokens || head >= num_heads) continue;
+        const i64 part = ((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits * PART + d;
+        float value = 0;
+        for (i32 s = 0; s < num_blocks; s++) value += peaks[row * num_blocks + s] * theirs[part + s * PART];
+        const float whole = totals[row * num_blocks];
+        out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole > 0 ? value / whole : 0);
+    }
+}
