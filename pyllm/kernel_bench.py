@@ -19,7 +19,7 @@ import numpy as np
 
 from pyllm.bench.ceilings import Ceilings
 from pyllm.device import Device
-from pyllm.errors import PyllmError
+from pyllm.errors import DeviceError, PyllmError
 from pyllm.kernel_cases import random_weight
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op
 from pyllm.quants import FORMATS, QuantType, row_bytes
@@ -198,6 +198,7 @@ class Measured:
         traffic: bytes.
         error: ‖found - exact‖ / ‖exact‖ of the sample, the worst of all outputs; infinite for NaN.
         problem: why there are no numbers; empty when there are.
+        recorded: launches were replayed; otherwise the host queued them one by one, and may be what took the time.
     """
 
     case: BenchCase
@@ -206,6 +207,7 @@ class Measured:
     traffic: float = 0.0
     error: float = math.inf
     problem: str = ""
+    recorded: bool = True
 
     @property
     def passed(self) -> bool:
@@ -303,11 +305,21 @@ def _measure(device: Device, timer: Timer, source: Source, case: BenchCase) -> M
         for each in sets * rounds:
             device.launch(case.op, *each)
 
-    # A library may allocate, which a recording does not allow.
-    capture = device.captures and not any(isinstance(x, GemmLaunch) for x in launches)
-    seconds = timer.seconds(launch, capture) / (rounds * len(sets))
+    seconds, recorded = _timed(device, timer, launch, any(isinstance(x, GemmLaunch) for x in launches))
     device.synchronize()  # only now may the arguments go away
-    return Measured(case, kernels, seconds, case.traffic(arguments), error)
+    return Measured(case, kernels, seconds / (rounds * len(sets)), case.traffic(arguments), error, recorded=recorded)
+
+
+def _timed(device: Device, timer: Timer, launch: Callable[[], None], uses_library: bool) -> tuple[float, bool]:
+    """Seconds, and whether a recording was timed. A library may do what cannot be recorded, such as allocating."""
+    if not device.captures:
+        return timer.seconds(launch, False), False
+    try:
+        return timer.seconds(launch, True), True
+    except DeviceError:
+        if not uses_library:
+            raise
+        return timer.seconds(launch, False), False
 
 
 def _settle(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pyllm.bench.ceilings import Ceilings
     from pyllm.kernel_bench import BenchCase, Measured
 
-_HEADER = ("op", "case", "kernel", "time", "GB/s", "of copy", "TFLOP/s", "of product", "limit", "of limit", "error")
+_HEADER = ("op", "case", "kernel", "time", "GB/s", "of copy", "TFLOP/s", "of product", "bound", "of bound", "error")
 
 
 @click.command("bench")
@@ -30,9 +31,10 @@ def command(ctx: click.Context, name: str | None, seed: int, as_json: bool) -> N
 
     Times are medians by the GPU's events, without the host's part; several sets of inputs take turns, so that none is
     in the cache. GB/s counts each input once and each output once. Rates are shown next to those of a large copy and of
-    a large float16 product of the vendor's library, measured in the same run. "limit" says which of the two a perfect
-    kernel would run into; "of limit" how near it is. "error" is the distance of a sample of the outputs from a float64
-    computation, relative to its length; the status is 1 when one is too large.
+    a large float16 product of the vendor's library, measured in the same run. "bound" says which of the two a perfect
+    kernel would run into; "of bound" how near it is. "error" is the distance of a sample of the outputs from a float64
+    computation, relative to its length; the status is 1 when one is too large. "queued": launched one by one instead
+    of recorded, so the host may be what takes the time.
 
     \b
     pyllm kernels bench
@@ -55,7 +57,9 @@ def run(name: str | None, seed: int, as_json: bool) -> int:
     try:
         cases = chosen([case for case in bench_cases(tuple(device.weight_types)) if device.runs(case.op)], name)
         with progress_bar("compiling", "kernel") as progress:
-            build(device, planned(device, cases), progress)
+            began = time.monotonic()
+            count = build(device, planned(device, cases), progress)
+        note(f"{count} kernels compiled in {time.monotonic() - began:.0f} s")
         ceilings = measure_ceilings(with_gemm=True)
         timer, source = GpuTimer(device), Source(device, seed)
         with progress_bar("measuring", "case") as progress:
@@ -127,7 +131,7 @@ def as_table(description: str, ceilings: Ceilings, results: Sequence[Measured]) 
 
 
 def _row(measured: Measured, ceilings: Ceilings) -> tuple[str, ...]:
-    case, kernels = measured.case, " ".join(measured.kernels)
+    case, kernels = measured.case, " ".join(measured.kernels) + ("" if measured.recorded else " (queued)")
     if measured.problem:
         return (case.op.name, case.name, kernels, *["-"] * 7, "FAILED")
     math_rate = ("-", "-")
@@ -175,6 +179,7 @@ def _case_object(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
         "passed": measured.passed,
         "problem": measured.problem or None,
         "seconds": _finite(measured.seconds),
+        "recorded": measured.recorded,
         "bytes": measured.traffic,
         "flops": case.flops,
         "bound": measured.bound(ceilings),

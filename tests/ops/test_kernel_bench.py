@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyllm import kernel_bench
 from pyllm.bench.ceilings import Ceilings
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.errors import DeviceError
@@ -116,6 +117,21 @@ def test_the_ceiling_is_what_takes_longer() -> None:
     assert replace(measured, traffic=1e8).bound(ceilings) == "memory"
     assert replace(measured, traffic=1e8).share(ceilings) == pytest.approx(1)
     assert replace(measured, traffic=1e6).bound(ceilings) == "math"
+
+
+class CannotRecord(StubTimer):
+    def seconds(self, launch: Callable[[], Any], capture: bool) -> float:
+        if capture:
+            raise DeviceError("the GPU stopped: operation not permitted when stream is capturing")
+        return super().seconds(launch, capture)
+
+
+def test_a_library_that_cannot_be_recorded_is_queued() -> None:
+    launch, timer = (lambda: None), CannotRecord()
+    assert kernel_bench._timed(device(), timer, launch, uses_library=True) == (1e-6, False)
+    assert kernel_bench._timed(device(), StubTimer(), launch, uses_library=True) == (1e-6, True)
+    with pytest.raises(DeviceError):
+        kernel_bench._timed(device(), timer, launch, uses_library=False)
 
 
 def test_sets_of_arguments_take_turns() -> None:
