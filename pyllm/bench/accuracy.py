@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# What is accepted. Rounding activations and K/V rows to float16 moves logits by about a hundredth of their standard
-# deviation; a wrong kernel, a wrong row or a wrong position by about all of it.
-MAX_DIFFERENCE = 0.25
-MAX_KL = 0.01
+# What is accepted. Rounding activations to float16 was measured to move logits by up to 0.009 of their standard
+# deviation (KL divergence 2e-6), q4_0 K/V rows by 0.02; a wrong kernel, row or position moves them by all of it.
+MAX_DIFFERENCE = 0.2
+MAX_KL = 1e-3
 
 
 @dataclass(frozen=True)

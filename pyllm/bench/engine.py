@@ -134,12 +134,12 @@ class EngineUnderTest:
         self._finish(requests)
         return self._clock() - start
 
-    def decoded_rows(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits of every position, each token computed alone, as in decoding: float32 [len(token_ids), vocabulary]."""
+    def decoded_rows(self, prefix: Prefix, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of tokens behind a prefix, computed one by one as in decoding: float32 [len(token_ids), columns]."""
         taker = RowTaker(token_ids[1:])
         # Log-probabilities are asked for so that whole rows come back, not the likeliest candidates alone.
         params = SamplingParams(max_tokens=len(token_ids), ignore_eos=True, logprobs=1)
-        self._finish([self._request(Prefix([], None), token_ids[:1], params, taker)])
+        self._finish([self._request(prefix, token_ids[:1], params, taker)])
         return np.stack(taker.rows)
 
     def _request(self, prefix: Prefix, tokens: Sequence[int], params: SamplingParams, sampler: Any) -> Request:

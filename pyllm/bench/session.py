@@ -20,6 +20,8 @@ from pyllm.gguf_split import open_model
 from pyllm.llm import LLM, PAGE_SIZE, EngineOptions
 
 CHECKED_TOKENS = 16
+CHECKED_DEPTH = PAGE_SIZE - CHECKED_TOKENS // 2  # the checked tokens begin in one page and end in the next
+_CHECKED_CONTEXT = 3 * PAGE_SIZE  # two pages, and one into which the first is copied
 SMALL_FILE = 10**9  # bytes: below that a comparison with the CPU takes seconds
 _MEMORY_SHARE = 0.9  # of the device's that weights and K/V rows may take; the rest is for buffers
 
@@ -154,7 +156,7 @@ class Session:
 
     def _context(self, points: list[Point]) -> int:
         """Tokens per sequence."""
-        return min(max(*map(_rows, points), self.ctx_size or 0, CHECKED_TOKENS + 1), self.model.context_length)
+        return min(max(*map(_rows, points), self.ctx_size or 0, _CHECKED_CONTEXT), self.model.context_length)
 
     @contextmanager
     def _engine(self, points: list[Point]) -> Iterator[EngineUnderTest]:
@@ -214,16 +216,19 @@ class Session:
     # answers
 
     def _check_answers(self, engine: EngineUnderTest, results: Results) -> None:
-        tokens = engine.random_tokens(min(CHECKED_TOKENS, engine.llm.ctx_size - 1))
         self.progress(0, self._num_steps, "checking the answers")
-        prefill, decode = engine.llm.logits(tokens), engine.decoded_rows(tokens)
-        columns = decode.shape[1]  # those that have a text
-        prefill = prefill[:, :columns]
+        depth = CHECKED_DEPTH if engine.llm.ctx_size >= _CHECKED_CONTEXT else 0
+        prefix = engine.lengthen(Prefix([], None), depth)
+        tokens = [*prefix.token_ids, *engine.random_tokens(min(CHECKED_TOKENS, engine.llm.ctx_size - 1))]
+        decode = engine.decoded_rows(prefix, tokens[depth:])
+        engine.drop(prefix)
+        rows, columns = slice(depth, None), slice(decode.shape[1])  # columns that have a text
+        prefill = engine.llm.logits(tokens)[rows, columns]
         results.figures.append(compare("decode against prefill", decode, prefill))
         if self._compares_with_cpu(engine.llm.device_name):
             options = EngineOptions(ctx_size=len(tokens) + 1, kv_type=self.options.kv_type)
             with LLM.with_options(self.model.path, open_device("cpu"), options) as cpu:
-                expected = cpu.logits(tokens)[:, :columns]
+                expected = cpu.logits(tokens)[rows, columns]
             results.figures.append(compare("prefill against the CPU", prefill, expected))
             results.figures.append(compare("decode against the CPU", decode, expected))
 

@@ -105,8 +105,8 @@ def command(**values: Any) -> None:
     median of -r runs behind one or two that are not counted. Bandwidth is what decoding reads, weights and K/V rows, in
     percent of a large copy on the same GPU. -p 0 or -n 0 leaves prefill or decode out.
 
-    The same run compares the logits of 16 tokens computed together with those of 16 computed one by one, and with those
-    of the CPU. The status is 1 when they are too far apart. Ctrl-C prints what is known by then.
+    The same run compares logits of 16 tokens computed together with those of the same tokens computed one by one, and
+    with those of the CPU. The status is 1 when they are too far apart. Ctrl-C prints what is known by then.
 
     \b
     pyllm bench demo

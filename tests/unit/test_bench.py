@@ -77,9 +77,12 @@ def test_all_pages_come_back(engine: EngineUnderTest) -> None:
 
 
 def test_tokens_one_by_one_give_the_logits_of_all_together(engine: EngineUnderTest) -> None:
-    tokens = engine.random_tokens(20)
-    figure = compare("", engine.decoded_rows(tokens), engine.llm.logits(tokens))
-    assert figure.positions == figure.same_top == 20 and figure.max_difference < 1e-4
+    for depth in (0, 60):
+        prefix, tokens = engine.lengthen(Prefix([], None), depth), engine.random_tokens(20)
+        expected = engine.llm.logits([*prefix.token_ids, *tokens])[depth:]
+        figure = compare("", engine.decoded_rows(prefix, tokens), expected)
+        engine.drop(prefix)
+        assert figure.positions == figure.same_top == 20 and figure.max_difference < 1e-4
 
 
 def test_comparisons() -> None:
