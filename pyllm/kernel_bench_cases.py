@@ -27,8 +27,9 @@ from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
+from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
 from pyllm.ops.mul_mat import MUL_MAT, scratch_size
-from pyllm.ops.mul_mat_id import MUL_MAT_ID
+from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
@@ -46,6 +47,7 @@ Read = Callable[..., np.ndarray]
 
 F32_LIMIT = 1e-5  # sums in float32, and functions that GPUs approximate
 F16_LIMIT = 2e-3  # factors rounded to float16
+_LARGE_GPU = Target("cuda", "sm_90", 32, "mma")  # whose tiles experts are cut into
 _SAMPLED_TOKENS = 8
 _SAMPLED_COLUMNS = 64
 _SAMPLED_QUERIES = 2
@@ -628,10 +630,30 @@ def _weighted_sum_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Be
     for tokens in (1, sizes.few, sizes.many):
 
         def arguments(source: Source, tokens: int = tokens) -> Arguments:
-            return source.normal(tokens, used, width), source.normal(tokens, used), source.unwritten(tokens, width)
+            x, weights = source.normal(tokens, used, width), source.normal(tokens, used)
+            return x, weights, source.unwritten(tokens, width), False
 
         sample = _by_rows(lambda x, weights: np.einsum("tjd,tj->td", x, weights), (0, 1), 2)
         yield BenchCase(WEIGHTED_SUM, f"{tokens} x {used} x {width}", arguments, sample, _all_bytes, limit=F32_LIMIT)
+
+
+def _group_experts_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    experts, used, *_ = sizes.experts
+    bm = 64
+
+    def arguments(source: Source) -> Arguments:
+        chosen = np.stack([source.rng.permutation(experts)[:used] for _ in range(sizes.many)]).astype(np.int32)
+        lists = np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32)
+        return source.array(chosen), experts, ExpertLists(source.array(lists), bm)
+
+    def sample(read: Read, arguments: Arguments) -> Sample:
+        chosen, _, lists = arguments
+        exact = np.zeros(lists.array.shape, np.int32)
+        group_experts_ref(read(chosen), experts, ExpertLists(exact, bm))
+        return lambda: _exact([(read(lists.array), exact)])
+
+    name = f"{sizes.many} tokens, {used} of {experts}"
+    yield BenchCase(GROUP_EXPERTS, name, arguments, sample, _all_bytes)
 
 
 def _mul_mat_id_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
@@ -645,10 +667,15 @@ def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: 
         chosen = np.stack([source.rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
         weight = source.weight(qtype, experts, rows, row_elements)
         out = source.unwritten(tokens, used, rows)
-        return source.normal(tokens, 1, row_elements), source.array(chosen), weight, out
+        lists = None
+        if bm := expert_tile_rows(_LARGE_GPU, chosen.size, experts):
+            filled = ExpertLists(np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32), bm)
+            group_experts_ref(chosen, experts, filled)
+            lists = ExpertLists(source.array(filled.array), bm)
+        return source.normal(tokens, 1, row_elements), source.array(chosen), weight, lists, out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
-        x, chosen, weight, out = arguments
+        x, chosen, weight, _, out = arguments
         some, columns = _some(tokens, 2), _some(rows, _SAMPLED_COLUMNS)
         ids, given = read(chosen, some), _wide(read(x, some))
         exact = np.empty((len(some), used, len(columns)))
@@ -658,7 +685,7 @@ def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: 
         return lambda: [(read(out, some)[:, :, columns], exact)]
 
     def traffic(arguments: Arguments) -> float:
-        x, chosen, weight, out = arguments
+        x, chosen, weight, _, out = arguments
         needed = experts * (1 - (1 - used / experts) ** tokens)  # of experts, on average
         return x.nbytes + chosen.nbytes + needed / experts * weight.array.nbytes + out.nbytes
 
@@ -673,6 +700,7 @@ _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...]
     _attention_cases,
     _mul_mat_id_cases,
     _route_cases,
+    _group_experts_cases,
     _weighted_sum_cases,
     _rms_norm_cases,
     _rope_cases,

@@ -28,15 +28,19 @@ from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, NUM_COUNTERS, AttentionParams, AttentionShape
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
+from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
 from pyllm.ops.mul_mat import MAX_VEC_TOKENS, MUL_MAT, plan_mul_mat, scratch_size
+from pyllm.ops.mul_mat_id import MUL_MAT_ID
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
+from pyllm.ops.route import ROUTE
 from pyllm.ops.set_rows import SET_ROWS
 from pyllm.ops.silu_mul import SILU_MUL
 from pyllm.ops.softcap import SOFTCAP
 from pyllm.ops.take_rows import TAKE_ROWS
 from pyllm.ops.top_k import PART, TOP_K, scratch_columns
+from pyllm.ops.weighted_sum import WEIGHTED_SUM
 from pyllm.quants import FORMATS, GPU_TYPES, QuantType, dequantize, row_bytes
 from pyllm.weight import Weight
 
@@ -46,6 +50,8 @@ _LIBRARY_TARGET = Target("cuda", "sm_90", 32, "mma")  # where mul_mat may call t
 _LIBRARY_PRODUCT = (2048, 1024, 4096)  # ... for a product of this size
 _LARGEST_VALUE = 8.0  # of a random weight: beside the large error of an outlier all others would go unseen
 _DIFFERENT_BLOCKS = 1 << 14  # of a random weight
+
+_COMMON_TYPES = (QuantType.F16, QuantType.Q4_0, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q6_K)
 
 Rng = np.random.Generator
 
@@ -256,7 +262,7 @@ def _rope(tokens: int, head_dim: int, half: int, pairing: RopePairing, rng: Rng)
 
 def _mul_mat_cases() -> Iterator[Case]:
     for qtype in sorted(GPU_TYPES):
-        for tokens in (1, 5, 33):
+        for tokens in (1, 5, 33) if qtype in _COMMON_TYPES else (5, 33):
             yield mul_mat_case(qtype, tokens, 97, 512)
     yield mul_mat_case(QuantType.Q4_K, *_LIBRARY_PRODUCT)
     for size in (1, 33, 97):
@@ -275,6 +281,84 @@ def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int, we
     name = f"{qtype.name}, {tokens} x {row_elements} x {rows}"
     rounded = _half_product if tokens > MAX_VEC_TOKENS else None
     return Case(MUL_MAT, name, arguments, (3,), rounded=rounded, large=tokens * row_elements * rows > 1 << 24)
+
+
+def _expert_cases() -> Iterator[Case]:
+    for tokens, num_experts, num_used in ((1, 8, 2), (33, 128, 8), (5, 512, 10)):
+        name = f"{tokens} tokens, {num_used} of {num_experts}"
+        yield Case(ROUTE, name, partial(_route, tokens, num_experts, num_used), (1, 2))
+    for tokens, num_experts, num_used in ((1, 8, 2), (65, 128, 8)):
+        name = f"{tokens} tokens, {num_used} of {num_experts}"
+        yield Case(GROUP_EXPERTS, name, partial(_group, tokens, num_experts, num_used), (2,), floor=None)
+    for dtype in (np.float32, np.float16):
+        for accumulate in (False, True):
+            name = f"{np.dtype(dtype).name}, 5 x 3 x 97" + ", added" * accumulate
+            yield Case(WEIGHTED_SUM, name, partial(_weighted_sum, dtype, accumulate), (2,))
+    for qtype in (QuantType.F16, QuantType.Q4_K):
+        yield mul_mat_id_case(qtype, 1, 7, 3, 97, 256, 0)
+        yield mul_mat_id_case(qtype, 33, 7, 3, 97, 512, 64)
+    yield mul_mat_id_case(QuantType.Q8_0, 5, 7, 3, 33, 96, 0, shared_input=False, dtype=np.float16)
+    yield mul_mat_id_case(QuantType.Q8_0, 33, 7, 3, 33, 96, 64, shared_input=False, dtype=np.float16)
+    yield mul_mat_id_case(QuantType.Q4_K, 8, 128, 8, 768, 2048, 0)
+    for bm in (32, 64, 128):
+        yield mul_mat_id_case(QuantType.Q4_K, 256, 128, 8, 768, 2048, bm)
+
+
+def _route(tokens: int, num_experts: int, num_used: int, rng: Rng) -> Arguments:
+    experts = unwritten(tokens, num_used, dtype=np.int32)
+    return 3 * normal(rng, tokens, num_experts), experts, unwritten(tokens, num_used)
+
+
+def _choice(tokens: int, num_experts: int, num_used: int, rng: Rng) -> np.ndarray:
+    return np.stack([rng.permutation(num_experts)[:num_used] for _ in range(tokens)]).astype(np.int32)
+
+
+def _group(tokens: int, num_experts: int, num_used: int, rng: Rng) -> Arguments:
+    size = ExpertLists.size(tokens * num_used, num_experts, 32)
+    lists = ExpertLists(unwritten(size, dtype=np.int32), 32)
+    return _choice(tokens, num_experts, num_used, rng), num_experts, lists
+
+
+def _weighted_sum(dtype: type, accumulate: bool, rng: Rng) -> Arguments:
+    x: np.ndarray = normal(rng, 5, 3, 97).astype(dtype)
+    return x, normal(rng, 5, 3), normal(rng, 5, 97), accumulate
+
+
+def mul_mat_id_case(
+    qtype: QuantType,
+    tokens: int,
+    num_experts: int,
+    num_used: int,
+    rows: int,
+    row_elements: int,
+    bm: int,
+    shared_input: bool = True,
+    dtype: type = np.float32,
+) -> Case:
+    """Tokens times the matrices of random experts, in tiles of `bm` pairs; 0: each pair for itself."""
+
+    def arguments(rng: Rng) -> Arguments:
+        flat = random_weight(rng, qtype, num_experts * rows, row_elements)
+        stack = flat.array.reshape(num_experts, rows, -1)
+        weight = replace(flat, shape=(num_experts, rows, row_elements), array=stack)
+        experts = _choice(tokens, num_experts, num_used, rng)
+        lists = None
+        if bm:
+            lists = ExpertLists(unwritten(ExpertLists.size(experts.size, num_experts, bm), dtype=np.int32), bm)
+            group_experts_ref(experts, num_experts, lists)
+        x: np.ndarray = normal(rng, tokens, 1 if shared_input else num_used, row_elements).astype(dtype)
+        return x, experts, weight, lists, unwritten(tokens, num_used, rows)
+
+    name = f"{qtype.name}, {tokens} x {row_elements} x {rows}, {num_used} of {num_experts}"
+    name += f", tiles of {bm}" * bool(bm) + ", f16" * (dtype == np.float16)
+    large = tokens * num_used * row_elements * rows > 1 << 24
+    return Case(MUL_MAT_ID, name, arguments, (4,), rounded=_half_experts, large=large)
+
+
+def _half_experts(arguments: Arguments) -> Arguments:
+    x, experts, weight, *others = arguments
+    values = weight.array if weight.qtype == QuantType.F32 else dequantize(weight.array, weight.qtype)
+    return _half(x), experts, replace(weight, qtype=QuantType.F32, array=_half(values)), *others
 
 
 def _get_rows_cases() -> Iterator[Case]:
@@ -455,6 +539,7 @@ _GROUPS = (
     _clear_tags_cases,
     _copy_inputs_cases,
     _page_cases,
+    _expert_cases,
     _flash_attention_cases,
     partial(_gate_cases, GELU_MUL),
     _get_rows_cases,

@@ -18,9 +18,10 @@ from pyllm.models.config import MAX_WIDTH, TransformerConfig
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
 from pyllm.ops.gelu_mul import GELU_MUL, gelu_mul
-from pyllm.ops.mul_mat_id import MUL_MAT_ID, mul_mat_id
+from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts
+from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows, mul_mat_id
 from pyllm.ops.op import Op
-from pyllm.ops.route import ROUTE, route
+from pyllm.ops.route import MAX_EXPERTS, ROUTE, route
 from pyllm.ops.silu_mul import SILU_MUL, silu_mul
 from pyllm.ops.weighted_sum import WEIGHTED_SUM, weighted_sum
 
@@ -87,7 +88,7 @@ class ExpertSizes:
     @classmethod
     def from_gguf(cls, gguf: GGUFModel, config: TransformerConfig) -> ExpertSizes:
         """Read and check the expert keys."""
-        num_experts = gguf.get_int(gguf.arch_key("expert_count"), minimum=1, maximum=1 << 16)
+        num_experts = gguf.get_int(gguf.arch_key("expert_count"), minimum=1, maximum=MAX_EXPERTS)
         num_used = gguf.get_int(gguf.arch_key("expert_used_count"), minimum=1, maximum=num_experts)
         default = max(1, config.intermediate_size // num_used)
         width = gguf.get_int(gguf.arch_key("expert_feed_forward_length"), default, minimum=1, maximum=MAX_WIDTH)
@@ -97,7 +98,7 @@ class ExpertSizes:
 class ExpertFeedForward:
     """A mixture of experts: the router picks some for each token, their outputs are added up by its weights."""
 
-    ops: ClassVar[tuple[Op, ...]] = (ROUTE, MUL_MAT_ID, SILU_MUL, WEIGHTED_SUM)
+    ops: ClassVar[tuple[Op, ...]] = (ROUTE, GROUP_EXPERTS, MUL_MAT_ID, SILU_MUL, WEIGHTED_SUM)
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
         self._sizes = ExpertSizes.from_gguf(gguf, config)
@@ -127,14 +128,26 @@ class ExpertFeedForward:
         logits = project(device, batch, self._router, None, h, "router")
         experts, weights = array("experts", (num_tokens, num_used), "int32"), array("weights", (num_tokens, num_used))
         route(device, logits, experts, weights)
+        lists = self._group(device, batch, experts)
         wide = (num_tokens, num_used, self._sizes.intermediate_size)
         gate, up = array("gate", wide), array("up", wide)
-        mul_mat_id(device, h[:, None, :], experts, self._gate, gate)
-        mul_mat_id(device, h[:, None, :], experts, self._up, up)
+        mul_mat_id(device, h[:, None, :], experts, self._gate, gate, lists)
+        mul_mat_id(device, h[:, None, :], experts, self._up, up, lists)
         flat = (num_tokens * num_used, wide[2])
         silu_mul(device, gate.reshape(flat), up.reshape(flat), gate.reshape(flat))
         down = array("expert_out", (num_tokens, num_used, h.shape[1]))
-        mul_mat_id(device, gate, experts, self._down, down)
+        mul_mat_id(device, gate, experts, self._down, down, lists)
         out = array("ffn_out", h.shape)
         weighted_sum(device, down, weights, out)
         return out
+
+    def _group(self, device: Device, batch: Batch, experts: Any) -> ExpertLists | None:
+        """What products of many tokens need to know about the choice of experts."""
+        num_experts = self._sizes.num_experts
+        bm = expert_tile_rows(device.target, experts.size, num_experts)
+        if not bm:
+            return None
+        size = ExpertLists.size(experts.size, num_experts, bm)
+        lists = ExpertLists(batch.workspace.array("expert_lists", (size,), "int32"), bm)
+        group_experts(device, experts, num_experts, lists)
+        return lists

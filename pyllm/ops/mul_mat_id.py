@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.group_experts import ExpertLists
+from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.product_tile import Tile
 from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 
 if TYPE_CHECKING:
     from pyllm.device import Device
 
+VEC_PAIRS = 64  # up to here every (token, slot) pair reads its expert's rows for itself
+EMULATED_VEC_PAIRS = 16
+ROWS = 2  # of a weight that a warp multiplies at a time
 
-def mul_mat_id_ref(x: np.ndarray, experts: np.ndarray, weight: Weight, out: np.ndarray) -> None:
+
+def mul_mat_id_ref(
+    x: np.ndarray, experts: np.ndarray, weight: Weight, lists: ExpertLists | None, out: np.ndarray
+) -> None:
     num_used = experts.shape[1]
     for expert in np.unique(experts):
         token, slot = np.nonzero(experts == expert)
@@ -25,33 +33,80 @@ def mul_mat_id_ref(x: np.ndarray, experts: np.ndarray, weight: Weight, out: np.n
         out[token, slot] = rows @ matrix.T
 
 
-MUL_MAT_ID = Op("mul_mat_id", mul_mat_id_ref)
+def expert_tile_rows(target: Target | None, num_pairs: int, num_experts: int) -> int:
+    """Pairs of a tile (`ExpertLists.bm`) for a number of (token, slot) pairs; 0 where `mul_mat_id` needs no lists."""
+    if target is None or num_pairs <= (EMULATED_VEC_PAIRS if target.vendor == "host" else VEC_PAIRS):
+        return 0
+    if target.vendor != "cuda":
+        return 64
+    each = num_pairs // num_experts
+    return 32 if each <= 32 else 64 if each <= 96 else 128
 
 
-def mul_mat_id(device: Device, x: Any, experts: Any, weight: Weight, out: Any) -> None:
+def plan_mul_mat_id(
+    target: Target, x: Any, experts: Any, weight: Weight, lists: ExpertLists | None, out: Any
+) -> list[KernelLaunch]:
+    num_experts, n, k = weight.shape
+    require(k % 8 == 0, "mul_mat_id", f"rows of {weight.name} are not a multiple of 8 long")
+    num_used, num_pairs, x_slots = experts.shape[1], experts.size, x.shape[1]
+    output, row_bytes = int(out.dtype == np.float16), np.int64(weight.row_bytes)
+    if lists is None:
+        args = (x, experts, weight.array, out, row_bytes, *map(np.int32, (n, k, num_experts, num_used, x_slots)))
+        defines = {"QTYPE": int(weight.qtype), "ROWS": ROWS, "X_F16": int(x.dtype == np.float16), "OUTPUT": output}
+        grid = (-(-n // (ROWS * 128 // target.warp_size)), num_pairs)
+        return [KernelLaunch("mul_mat_id", "mul_mat_id_vec", grid, (128,), args, defines)]
+    tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
+    sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
+    return [
+        KernelLaunch(
+            "mul_mat_id",
+            "mul_mat_id_tile",
+            (-(-n // tile.bn), ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)),
+            (tile.threads,),
+            (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes)),
+            tile.defines(weight.qtype, x, output),
+            tile.shared_bytes(weight.qtype),
+        )
+    ]
+
+
+MUL_MAT_ID = Op("mul_mat_id", mul_mat_id_ref, plan_mul_mat_id)
+
+
+def mul_mat_id(
+    device: Device, x: Any, experts: Any, weight: Weight, out: Any, lists: ExpertLists | None = None
+) -> None:
     """out[t, j] = x[t, j] @ weight[experts[t, j]].T
 
     Experts that no token chose are neither read nor decoded.
 
     Args:
-        x: [num_tokens, num_used, in_features] float32; or [num_tokens, 1, in_features]: the same for all experts of a
-            token.
-        experts: [num_tokens, num_used] int32, each in 0..num_experts-1.
+        x: [num_tokens, num_used, in_features] float32 or float16; or [num_tokens, 1, in_features]: the same for all
+            experts of a token.
+        experts: [num_tokens, num_used] int32, each in 0..num_experts-1. For another number kernels read nothing, and
+            what they write is not defined.
         weight: [num_experts, out_features, in_features], any block type.
-        out: [num_tokens, num_used, out_features] float32; must not overlap x.
+        out: [num_tokens, num_used, out_features] float32 or float16 (saturating); must not overlap x.
+        lists: what `group_experts` made of `experts`, with tiles of `expert_tile_rows(...)`; None where that is 0.
 
-    Numerics: as mul_mat.
+    Numerics: sums in float32. Kernels round the decoded weights to float16; those for many tokens round x too.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
     """
     require(len(weight.shape) == 3, "mul_mat_id", f"weight {weight.name} is not a stack of matrices")
-    _, out_features, in_features = weight.shape
+    num_experts, out_features, in_features = weight.shape
+    floats = ("float32", "float16")
     check_array("mul_mat_id", "experts", experts, (None, None), ("int32",))
     num_tokens, num_used = experts.shape
-    check_array("mul_mat_id", f"x (for {weight.name})", x, (num_tokens, None, in_features), ("float32",))
+    check_array("mul_mat_id", f"x (for {weight.name})", x, (num_tokens, None, in_features), floats)
     require(
         x.shape[1] in (1, num_used), "mul_mat_id", f"x has {x.shape[1]} rows per token, {num_used} experts are used"
     )
-    check_array("mul_mat_id", f"out (for {weight.name})", out, (num_tokens, num_used, out_features), ("float32",))
-    device.launch(MUL_MAT_ID, x, experts, weight, out)
+    check_array("mul_mat_id", f"out (for {weight.name})", out, (num_tokens, num_used, out_features), floats)
+    bm = expert_tile_rows(device.target, experts.size, num_experts)
+    require(bm == (lists.bm if lists else 0), "mul_mat_id", f"{weight.name} needs lists of tiles of {bm}")
+    if lists is not None:
+        size = ExpertLists.size(experts.size, num_experts, bm)
+        check_array("mul_mat_id", "lists", lists.array, (size,), ("int32",))
+    device.launch(MUL_MAT_ID, x, experts, weight, lists, out)

@@ -34,13 +34,12 @@ class Tile:
     staged: bool
 
     @classmethod
-    def of(cls, target: Target, num_tokens: int, num_rows: int, qtype: QuantType, stacks: int = 1) -> Tile:
+    def of(cls, target: Target, num_tokens: int, num_rows: int, qtype: QuantType) -> Tile:
         """The tile for a product.
 
         Args:
             num_tokens: rows of x.
             num_rows: rows of the weight.
-            stacks: products of this size side by side.
         """
         block = FORMATS[qtype]
         if target.vendor == "host":  # small: emulated products take their time
@@ -50,9 +49,19 @@ class Tile:
         bm = 32 if num_tokens <= 32 else 64 if num_tokens <= 64 else 128
         bn = 128
         # Smaller tiles reuse less, but a GPU that is half idle is worse.
-        while bm * bn > 64 * 64 and -(-num_tokens // bm) * -(-num_rows // bn) * stacks < NVIDIA_BLOCKS * 3 // 4:
+        while bm * bn > 64 * 64 and -(-num_tokens // bm) * -(-num_rows // bn) < NVIDIA_BLOCKS * 3 // 4:
             bm, bn = (bm // 2, bn) if bm > 64 else (bm, bn // 2)
         return cls(bm, bn, 32, 128, 3, block.block_size > 1)
+
+    @classmethod
+    def of_experts(cls, target: Target, bm: int, num_rows: int, qtype: QuantType) -> Tile:
+        """The tile for products of one expert each; `bm` is that of their lists."""
+        staged = FORMATS[qtype].block_size > 1
+        if target.vendor == "host":
+            return cls(bm, 64, 64 if bm < 64 else 32, 256, 3, target.tiles == "mma" and staged)
+        if target.vendor == "hip":
+            return cls(bm, 128, 32, 256, 3, False)
+        return cls(bm, 128 if num_rows > 64 else 64, 64, 128, 3 if bm < 128 else 2, staged)
 
     def defines(self, qtype: QuantType, x: Any, output: int) -> dict[str, int]:
         """Macros of common/product.cuh.

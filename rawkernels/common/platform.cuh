@@ -16,6 +16,7 @@
 //   WARP_BARRIER()                   all lanes of the warp; orders their shared-memory accesses
 //   DEVICE_FENCE()                   writes before it are visible to the device before writes after it
 //   warp_shfl_bits(v, lane), warp_shfl_xor_bits(v, mask), warp_shfl_down_bits(v, delta), warp_ballot(pred)
+//   popcount(bits)                   of 64 bits, how many are set
 //   atomic_add, atomic_max           on global or shared memory; return the old value
 //   dot4(a, b, acc)                  acc + sum of the four products of signed bytes
 //   f16_bits_to_f32, f32_to_f16_bits
@@ -98,6 +99,10 @@ DEVICE f16 to_f16(float value) { return f16{f32_to_f16_bits(value)}; }  // to ne
 DEVICE f16 to_f16_saturated(float value) {
     return to_f16(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
 }
+
+// The two f16 of a pair as floats.
+DEVICE float low_half(u32 pair) { return f16_bits_to_f32((u16)(pair & 0xFFFF)); }
+DEVICE float high_half(u32 pair) { return f16_bits_to_f32((u16)(pair >> 16)); }
 
 DEVICE u32 h2_pack_saturated(float low, float high) {
     return h2_pack(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));

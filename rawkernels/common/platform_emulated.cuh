@@ -69,6 +69,8 @@ DEVICE T pyllm_replace(T* address, T value) {
     return old;
 }
 
+DEVICE int popcount(u64 bits) { return __builtin_popcountll(bits); }
+
 DEVICE i32 atomic_add(i32* address, i32 value) { return pyllm_replace(address, (i32)((u32)*address + (u32)value)); }
 DEVICE float atomic_add(float* address, float value) { return pyllm_replace(address, *address + value); }
 DEVICE i32 atomic_max(i32* address, i32 value) { return pyllm_replace(address, *address > value ? *address : value); }

@@ -30,6 +30,8 @@ DEVICE i32 warp_shfl_xor_bits(i32 value, int mask) { return __shfl_xor(value, ma
 DEVICE i32 warp_shfl_down_bits(i32 value, int delta) { return __shfl_down(value, delta, WARP_SIZE); }
 DEVICE u64 warp_ballot(bool pred) { return __ballot(pred); }
 
+DEVICE int popcount(u64 bits) { return __builtin_popcountll(bits); }
+
 DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
 DEVICE float atomic_add(float* address, float value) { return atomicAdd(address, value); }
 DEVICE i32 atomic_max(i32* address, i32 value) { return atomicMax(address, value); }

@@ -143,7 +143,3 @@ DEVICE u32 load_word(const u8* p) {
 }
 
 DEVICE u32 spread_bits(u32 bits) { return (bits & 15) * 0x00204081u & 0x01010101u; }
-
-// The two halves of a word as floats.
-DEVICE float low_half(u32 pair) { return f16_bits_to_f32(static_cast<u16>(pair & 0xFFFF)); }
-DEVICE float high_half(u32 pair) { return f16_bits_to_f32(static_cast<u16>(pair >> 16)); }
