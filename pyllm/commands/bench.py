@@ -16,6 +16,7 @@ from pyllm.commands.console import note, one_line, progress_bar, size_text
 from pyllm.commands.models import local_model
 from pyllm.commands.options import SIZE, EngineOptions, engine_options, taken
 from pyllm.commands.table import markdown_table
+from pyllm.errors import PyllmError
 
 if TYPE_CHECKING:
     from pyllm.bench.plan import Plan, Row
@@ -106,7 +107,7 @@ def command(**values: Any) -> None:
     percent of a large copy on the same GPU. -p 0 or -n 0 leaves prefill or decode out.
 
     The same run compares logits of 16 tokens computed together with those of the same tokens computed one by one, and
-    with those of the CPU. The status is 1 when they are too far apart. Ctrl-C prints what is known by then.
+    with those of the CPU. The status is 1 when they are too far apart. Ctrl-C or an error prints what is known by then.
 
     \b
     pyllm bench demo
@@ -125,13 +126,18 @@ def run(options: BenchOptions) -> int:
     model = read_model(local_model(options.model))
     results = Results()
     status = 0
+    failure: PyllmError | None = None
     try:
         _measure(options, plan, model, results)
     except KeyboardInterrupt:
         note("Interrupted")
         status = INTERRUPTED
+    except PyllmError as error:
+        failure = error
     if results.rows or results.figures:
         click.echo(_as_json(model, results) if options.json else "\n".join(_lines(model, results)))
+    if failure is not None:
+        raise failure  # behind what was measured before
     for point in results.left_out:
         note(f"Left out: {point}: weights and K/V rows do not fit into the device's memory")
     if not results.passed:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from pyllm.bench import accuracy, session
 from pyllm.bench.engine import EngineUnderTest
 from pyllm.commands import main
+from pyllm.errors import DeviceError
 from pyllm.quants import QuantType
 from pyllm.synth.writer import write_model
 from tests.tiny_shape import TINY
@@ -123,6 +124,20 @@ def test_ctrl_c_prints_what_is_known(tiny: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "Interrupted"
     assert "prefill 8 |     0 |         1 |      4.0 | 4.0 - 4.0 |" in result.stdout
     assert "prefill 9" not in result.stdout and "top tokens equal" in result.stdout
+
+
+def test_an_error_comes_behind_what_was_measured_before_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((1.0, 2.0))
+
+    def run(*arguments: object) -> float:
+        for value in seconds:
+            return value
+        raise DeviceError("the GPU stopped: an illegal address")
+
+    monkeypatch.setattr(EngineUnderTest, "seconds", run)
+    result = bench(tiny, "-p", "8,9", "-n", 2, "-r", 1, "--device", "cpu")
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1] == "Error: the GPU stopped: an illegal address"
+    assert "| prefill 8 |" in result.stdout and "prefill 9" not in result.stdout
 
 
 def test_ctrl_c_ends_a_running_benchmark(tiny: Path) -> None:
