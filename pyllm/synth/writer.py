@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyllm.errors import UsageError
+from pyllm.errors import PyllmError
 from pyllm.quants import QuantType, row_bytes
 from pyllm.synth.blocks import random_rows, stored_type
 from pyllm.synth.shapes import Shape, SynthTensor
@@ -65,7 +65,7 @@ def write_model(
         progress: called with (bytes written, bytes in all) of the weights.
 
     Raises:
-        UsageError: the disk has too little room.
+        PyllmError: the disk has too little room.
         OSError: the file cannot be written.
     """
     plan = layouts(shape, quant)
@@ -88,7 +88,7 @@ def write_model(
 def _check_room(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.absolute().parent).free
     if needed > free:
-        raise UsageError(
+        raise PyllmError(
             f"{path} takes {needed / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free; "
             "choose a smaller type (--quant) or another disk"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyllm.errors import UsageError
+from pyllm.errors import PyllmError, UsageError
 from pyllm.gguf_split import open_model
 from pyllm.llm import LLM
 from pyllm.quants import FORMATS, QuantType, dequantize
@@ -146,7 +146,7 @@ def test_what_was_begun_is_removed(error: BaseException, tmp_path: Path) -> None
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: _Usage())
-    with pytest.raises(UsageError, match=r"takes 4\.6 GB, its disk has 1\.2 GB free"):
+    with pytest.raises(PyllmError, match=r"takes 4\.6 GB, its disk has 1\.2 GB free"):
         write_model(tmp_path / "big", SHAPES["qwen3-8b"], QuantType.Q4_K)
     assert not list(tmp_path.iterdir())
 
