@@ -16,15 +16,18 @@ from pyllm.ops.op import KernelLaunch
 Progress = Callable[[int, int, str], None]
 
 
-def all_variants(arch: str) -> list[KernelLaunch]:
-    """A launch of each variant that the kernels' headers list for a GPU; it has no arguments and is only good for
-    compiling."""
-    found = []
+def usual_variants(device: GpuDevice) -> list[KernelLaunch]:
+    """One launch of each variant that the kernels' headers list for a GPU, and of each that the ops' plans need at
+    sizes of real models. They are only good for compiling."""
+    from pyllm.kernel_bench import planned
+    from pyllm.kernel_bench_cases import bench_cases
+
+    launches = planned(device, bench_cases(tuple(device.weight_types)))
     for name in kernel_names():
         entry = entry_points(name)[0]
-        variants = [variant.defines for variant in read_header(name).variants if variant.is_for(arch)]
-        found += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants]
-    return found
+        variants = [variant.defines for variant in read_header(name).variants if variant.is_for(device.target.arch)]
+        launches += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants]
+    return list({(launch.source, tuple(sorted(launch.defines.items()))): launch for launch in launches}.values())
 
 
 def build(device: GpuDevice, launches: Sequence[KernelLaunch], progress: Progress, threads: int | None = None) -> int:

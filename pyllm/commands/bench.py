@@ -72,21 +72,38 @@ class BenchOptions:
 
 @click.command("bench")
 @click.argument("model")
-@click.option("-p", "prompts", type=Counts(0), default="512", show_default=True, help="Prompts of so many tokens.")
 @click.option(
-    "-n", "new_tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens of a decode run."
+    "-p",
+    "prompts",
+    type=Counts(0),
+    default="512",
+    show_default=True,
+    help="Lengths of the prompts whose prefill is measured, separated by commas; 0: none.",
 )
 @click.option(
-    "-d", "depths", type=Counts(0), default="0", show_default=True, help="... each behind so many tokens in the cache."
+    "-n",
+    "new_tokens",
+    type=click.IntRange(0),
+    default=128,
+    show_default=True,
+    help="Tokens to generate when decoding is measured; 0: none.",
+)
+@click.option(
+    "-d",
+    "depths",
+    type=Counts(0),
+    default="0",
+    show_default=True,
+    help="Tokens that are in the cache before; of several each is measured.",
 )
 @click.option(
     "--concurrency",
     type=Counts(1),
     default="1",
     show_default=True,
-    help="... and decode of so many sequences at the same time.",
+    help="Sequences that decode at the same time; of several each is measured.",
 )
-@click.option("-r", "repeats", type=SIZE, default=3, show_default=True, help="Counted runs of each.")
+@click.option("-r", "repeats", type=SIZE, default=3, show_default=True, help="Runs of each that count.")
 @click.option(
     "--reference",
     type=click.Choice(["auto", "cpu", "paths"]),
@@ -104,7 +121,7 @@ def command(**values: Any) -> None:
     Prompts are random tokens; decoding is greedy. A rate counts from handing a request over to its last token on the
     host, so what the host does counts too; loading, compiling kernels and recording graphs do not: each row is the
     median of -r runs behind one or two that are not counted. Bandwidth is what decoding reads, weights and K/V rows, in
-    percent of a large copy on the same GPU. -p 0 or -n 0 leaves prefill or decode out.
+    percent of a large copy on the same GPU.
 
     The same run compares logits of 16 tokens computed together with those of the same tokens computed one by one, and
     with those of the CPU. The status is 1 when they are too far apart. Ctrl-C or an error prints what is known by then.
