@@ -32,19 +32,19 @@ typedef float out_t;
 DEVICE float to_out(float value) { return value; }
 #endif
 
-DEVICE void load8(const float* x, float* values) {
-    const f32x4 a = load16<f32x4>(x);
-    const f32x4 b = load16<f32x4>(x + 4);
-    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
-    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+constexpr int RUN = BLOCK_SIZE == 1 ? 8 : 32;  // weights that a lane multiplies at a time
+
+DEVICE float value_of(const f32x4& x, int j) { return j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w; }
+DEVICE float value_of(const u32x4& x, int j) {
+    const u32 pair = j < 2 ? x.x : j < 4 ? x.y : j < 6 ? x.z : x.w;
+    return j % 2 ? high_half(pair) : low_half(pair);
 }
 
-DEVICE void load8(const f16* x, float* values) {
-    const u32x4 words = load16(x);
-    const u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) values[2 * j] = low_half(pairs[j]), values[2 * j + 1] = high_half(pairs[j]);
-}
+#if X_F16
+typedef u32x4 piece_t;  // 16 bytes of x
+#else
+typedef f32x4 piece_t;
+#endif
 
 KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, const u8* RESTRICT w,
                            out_t* RESTRICT out, i64 row_bytes, i32 N, i32 K, i32 num_experts, i32 num_used,
@@ -63,18 +63,20 @@ KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, c
         sum[r] = 0;
     }
     if (exists) {
+        constexpr int pieces = 16 / sizeof(x_t);  // elements of each
 #pragma unroll 2
-        for (i32 k = 8 * LANE(); k < K; k += 8 * WARP_SIZE) {
-            float values[8];
-            load8(own + k, values);
+        for (i32 k = RUN * LANE(); k < K; k += RUN * WARP_SIZE) {
+            piece_t values[RUN / pieces];
+#pragma unroll
+            for (int j = 0; j < RUN / pieces; j++) values[j] = load16<piece_t>(own + k + pieces * j);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                u32 pairs[4];
-                decode8_half2(rows[r], k, pairs);
+                u32 pairs[RUN / 8][4];
+                decode_run(rows[r], k, pairs);
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    sum[r] += low_half(pairs[j]) * values[2 * j];
-                    sum[r] += high_half(pairs[j]) * values[2 * j + 1];
+                for (int j = 0; j < RUN; j++) {
+                    const u32 pair = pairs[j / 8][j / 2 % 4];
+                    sum[r] += (j % 2 ? high_half(pair) : low_half(pair)) * value_of(values[j / pieces], j % pieces);
                 }
             }
         }

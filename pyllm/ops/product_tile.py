@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,10 @@ from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 
 COPIED = QuantType.F16  # rows that need no decoding
-NVIDIA_BLOCKS = 132  # that run at the same time on a large GPU; fewer leave a part of it idle
+ENOUGH_BLOCKS = 100  # of the 132 that a large GPU runs at the same time; with fewer, a part of it is idle
+MANY_TOKENS = 1024
+SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}  # of a block, and of all but one
+OTHERS_SHARED_KIB = 99
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class Tile:
             return cls(64, 64, 32, 256, 3, target.tiles == "mma" and block.block_size > 1)
         if target.vendor == "hip":  # 64 KiB of shared memory
             return cls(64 if num_tokens <= 64 else 128, 128, 32, 256, 3, False)
-        bm = 32 if num_tokens <= 32 else 64 if num_tokens <= 64 else 128
-        bn = 128
-        # Smaller tiles reuse less, but a GPU that is half idle is worse.
-        while bm * bn > 64 * 64 and -(-num_tokens // bm) * -(-num_rows // bn) < NVIDIA_BLOCKS * 3 // 4:
-            bm, bn = (bm // 2, bn) if bm > 64 else (bm, bn // 2)
-        return cls(bm, bn, 32, 128, 3, block.block_size > 1)
+        staged = block.block_size > 1
+        largest = 64 if num_tokens <= 64 else 128 if num_tokens < MANY_TOKENS else 256
+        for bm, bn, threads in ((256, 128, 256), (128, 128, 128), (128, 64, 128), (128, 64, 256)):
+            tile = cls(bm, bn, 64, threads, 2, staged)
+            enough = -(-num_tokens // bm) * -(-num_rows // bn) >= ENOUGH_BLOCKS
+            if bm <= largest and enough and tile._runs_well(target, qtype):
+                return tile
+        return cls(64, 64, 64, 128, 2, staged)
 
     @classmethod
     def of_experts(cls, target: Target, bm: int, num_rows: int, qtype: QuantType) -> Tile:
@@ -61,7 +66,14 @@ class Tile:
             return cls(bm, 64, 64 if bm < 64 else 32, 256, 3, target.tiles == "mma" and staged)
         if target.vendor == "hip":
             return cls(bm, 128, 32, 256, 3, False)
-        return cls(bm, 128 if num_rows > 64 else 64, 64, 128, 3 if bm < 128 else 2, staged)
+        tile = cls(bm, 128 if bm == 128 else 64, 64, 128, 2, staged)
+        return tile if tile._runs_well(target, qtype) else replace(tile, bn=64)
+
+    def _runs_well(self, target: Target, qtype: QuantType) -> bool:
+        """Whether eight warps fit into the shared memory of a multiprocessor: in one block, or in two."""
+        available = SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB) << 10
+        blocks = 256 // self.threads
+        return blocks * self.shared_bytes(qtype) + (blocks - 1 << 10) <= available
 
     def defines(self, qtype: QuantType, x: Any, output: int) -> dict[str, int]:
         """Macros of common/product.cuh.
