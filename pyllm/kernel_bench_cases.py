@@ -25,6 +25,7 @@ from pyllm.ops.clear_tags import CLEAR_TAGS
 from pyllm.ops.copy_rows import COPY_ROWS
 from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
+from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
@@ -694,11 +695,39 @@ def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: 
     return BenchCase(MUL_MAT_ID, name, arguments, sample, traffic, flops, F16_LIMIT)
 
 
+def _gated_mul_mat_id_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    experts, used, rows, row_elements = sizes.experts
+
+    def arguments(source: Source) -> Arguments:
+        chosen = source.rng.permutation(experts)[None, :used].astype(np.int32)
+        gate, up = (source.weight(QuantType.Q4_K, experts, rows, row_elements) for _ in range(2))
+        out = source.unwritten(1, used, rows)
+        return source.normal(1, 1, row_elements), source.array(chosen), gate, up, None, None, out
+
+    def sample(read: Read, arguments: Arguments) -> Sample:
+        x, chosen, gate, up, *_, out = arguments
+        given, ids, columns = _wide(read(x))[0, 0], read(chosen)[0], _some(rows, _SAMPLED_COLUMNS)
+        g, u = (
+            np.stack([_decoded(read(weight.array, [expert])[0, columns], weight.qtype) @ given for expert in ids])
+            for weight in (gate, up)
+        )
+        return lambda: [(read(out)[0][:, columns], g / (1 + np.exp(-g)) * u)]
+
+    def traffic(arguments: Arguments) -> float:
+        x, chosen, gate, up, *_, out = arguments
+        return x.nbytes + chosen.nbytes + used / experts * (gate.array.nbytes + up.array.nbytes) + out.nbytes
+
+    name = f"Q4_K, 1 x {row_elements} x {rows}, {used} of {experts}"
+    flops = 4.0 * used * rows * row_elements
+    yield BenchCase(GATED_MUL_MAT_ID, name, arguments, sample, traffic, flops, F16_LIMIT)
+
+
 _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...] = (
     _mul_mat_cases,
     _decode_rows_cases,
     _attention_cases,
     _mul_mat_id_cases,
+    _gated_mul_mat_id_cases,
     _route_cases,
     _group_experts_cases,
     _weighted_sum_cases,

@@ -26,6 +26,7 @@ from pyllm.ops.copy_inputs import COPY_INPUTS
 from pyllm.ops.copy_rows import COPY_ROWS
 from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, NUM_COUNTERS, AttentionParams, AttentionShape
+from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
@@ -299,6 +300,9 @@ def _expert_cases() -> Iterator[Case]:
         yield mul_mat_id_case(qtype, 33, 7, 3, 97, 512, 64)
     yield mul_mat_id_case(QuantType.Q8_0, 5, 7, 3, 33, 96, 0, shared_input=False, dtype=np.float16)
     yield mul_mat_id_case(QuantType.Q8_0, 33, 7, 3, 33, 96, 64, shared_input=False, dtype=np.float16)
+    yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 5, 0)
+    yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q8_0, 5, 0)
+    yield gated_mul_mat_id_case(QuantType.Q8_0, QuantType.Q8_0, 33, 64)
     yield mul_mat_id_case(QuantType.Q4_K, 8, 128, 8, 768, 2048, 0)
     for bm in (32, 64, 128):
         yield mul_mat_id_case(QuantType.Q4_K, 256, 128, 8, 768, 2048, bm)
@@ -338,9 +342,7 @@ def mul_mat_id_case(
     """Tokens times the matrices of random experts, in tiles of `bm` pairs; 0: each pair for itself."""
 
     def arguments(rng: Rng) -> Arguments:
-        flat = random_weight(rng, qtype, num_experts * rows, row_elements)
-        stack = flat.array.reshape(num_experts, rows, -1)
-        weight = replace(flat, shape=(num_experts, rows, row_elements), array=stack)
+        weight = _random_experts(rng, qtype, num_experts, rows, row_elements)
         experts = _choice(tokens, num_experts, num_used, rng)
         lists = None
         if bm:
@@ -355,10 +357,38 @@ def mul_mat_id_case(
     return Case(MUL_MAT_ID, name, arguments, (4,), rounded=_half_experts, large=large)
 
 
+def gated_mul_mat_id_case(gate_type: QuantType, up_type: QuantType, tokens: int, bm: int) -> Case:
+    """The first half of experts, 2 of 5."""
+    num_experts, rows, row_elements = 5, 33, 256
+
+    def arguments(rng: Rng) -> Arguments:
+        weights = (_random_experts(rng, qtype, num_experts, rows, row_elements) for qtype in (gate_type, up_type))
+        gate, up = (replace(weight, name=name) for weight, name in zip(weights, ("gate", "up"), strict=True))
+        experts = _choice(tokens, num_experts, 2, rng)
+        lists = None
+        if bm:
+            lists = ExpertLists(unwritten(ExpertLists.size(experts.size, num_experts, bm), dtype=np.int32), bm)
+            group_experts_ref(experts, num_experts, lists)
+        scratch = unwritten(tokens, 2, rows) if bm or gate_type != up_type else None
+        return normal(rng, tokens, 1, row_elements), experts, gate, up, lists, scratch, unwritten(tokens, 2, rows)
+
+    name = f"{gate_type.name}+{up_type.name}, {tokens} x {row_elements} x {rows}" + f", tiles of {bm}" * bool(bm)
+    return Case(GATED_MUL_MAT_ID, name, arguments, (6,), rounded=_half_experts)
+
+
+def _random_experts(rng: Rng, qtype: QuantType, num_experts: int, rows: int, row_elements: int) -> Weight:
+    flat = random_weight(rng, qtype, num_experts * rows, row_elements)
+    return replace(flat, shape=(num_experts, rows, row_elements), array=flat.array.reshape(num_experts, rows, -1))
+
+
 def _half_experts(arguments: Arguments) -> Arguments:
-    x, experts, weight, *others = arguments
+    x, *others = arguments
+    return _half(x), *(_half_weight(other) if isinstance(other, Weight) else other for other in others)
+
+
+def _half_weight(weight: Weight) -> Weight:
     values = weight.array if weight.qtype == QuantType.F32 else dequantize(weight.array, weight.qtype)
-    return _half(x), experts, replace(weight, qtype=QuantType.F32, array=_half(values)), *others
+    return replace(weight, qtype=QuantType.F32, array=_half(values))
 
 
 def _get_rows_cases() -> Iterator[Case]:

@@ -1,4 +1,5 @@
-// mul_mat_id_vec: out[t,j] = x[t,j] w[experts[t,j]]^T for few (token, slot) pairs: each reads its expert's rows
+// mul_mat_id_vec: out[t,j] = x[t,j] w[experts[t,j]]^T for few (token, slot) pairs: each reads its expert's rows.
+//     GATE: silu of that, times the same product with w_up
 // mul_mat_id_tile: the same for many, on matrix instructions: a block computes one tile of one expert's pairs
 //
 // Shapes    x [T,x_slots,K] f32 or f16, x_slots 1 or num_used; experts [T,num_used] i32; w [num_experts,N,row_bytes]
@@ -9,8 +10,8 @@
 // Sync      vec: none; tile: see common/product.cuh
 // Numerics  f32 sums; w rounded to f16; vec: f32 products of x as it is; tile: x rounded to f16, saturated at 65504.
 //           A pair whose expert does not exist gets zeros (vec) or is left as it was (tile)
-// Defines   QTYPE; vec: ROWS, X_F16, OUTPUT 0 f32, 1 f16; tile: those of common/product.cuh
-// Compile   QTYPE=0,1,12,14,8 ROWS=2 X_F16=0,1 OUTPUT=0;
+// Defines   QTYPE; vec: ROWS, GATE, X_F16, OUTPUT 0 f32, 1 f16; tile: those of common/product.cuh
+// Compile   QTYPE=0,1,8,12,14,16 ROWS=2 GATE=0 X_F16=1 OUTPUT=1; QTYPE=12 ROWS=2 GATE=0,1 X_F16=0,1 OUTPUT=0;
 //           QTYPE=12 BM=32,64,128 BN=128 BK=64 THREADS=128 X_STAGES=3 X_F16=1 STAGED=1 OUTPUT=0;
 //           QTYPE=1,12 BM=64 BN=64 BK=32 THREADS=256 X_STAGES=3 X_F16=0 STAGED=0 OUTPUT=0,1
 #include "common/platform.cuh"
@@ -46,20 +47,23 @@ typedef u32x4 piece_t;  // 16 bytes of x
 typedef f32x4 piece_t;
 #endif
 
+constexpr int PARTS = GATE ? 2 : 1;  // weights
+
 KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, const u8* RESTRICT w,
-                           out_t* RESTRICT out, i64 row_bytes, i32 N, i32 K, i32 num_experts, i32 num_used,
-                           i32 x_slots) {
+                           const u8* RESTRICT w_up, out_t* RESTRICT out, i64 row_bytes, i32 N, i32 K, i32 num_experts,
+                           i32 num_used, i32 x_slots) {
     const i32 first = (blockIdx.x * (128 / WARP_SIZE) + WARP_ID()) * ROWS;
     const i32 pair = blockIdx.y;
     if (first >= N) return;  // whole warps only: the sums below stay complete
     const i32 expert = experts[pair];
     const bool exists = expert >= 0 && expert < num_experts;
     const x_t* const own = x + static_cast<i64>(x_slots == 1 ? pair / num_used : pair) * K;
-    const u8* rows[ROWS];
-    float sum[ROWS];
+    const u8* rows[PARTS * ROWS];
+    float sum[PARTS * ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        rows[r] = w + (static_cast<i64>(expert) * N + min(first + r, N - 1)) * row_bytes;
+    for (int r = 0; r < PARTS * ROWS; r++) {
+        const i64 row = static_cast<i64>(expert) * N + min(first + r % ROWS, N - 1);
+        rows[r] = (r < ROWS ? w : w_up) + row * row_bytes;
         sum[r] = 0;
     }
     if (exists) {
@@ -70,7 +74,7 @@ KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, c
 #pragma unroll
             for (int j = 0; j < RUN / pieces; j++) values[j] = load16<piece_t>(own + k + pieces * j);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
+            for (int r = 0; r < PARTS * ROWS; r++) {
                 u32 pairs[RUN / 8][4];
                 decode_run(rows[r], k, pairs);
 #pragma unroll
@@ -82,8 +86,10 @@ KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, c
         }
     }
 #pragma unroll
+    for (int r = 0; r < PARTS * ROWS; r++) sum[r] = warp_sum(sum[r]);
+#pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        const float total = warp_sum(sum[r]);
+        const float total = GATE ? sum[r] / (1 + expf(-sum[r])) * sum[PARTS * ROWS - ROWS + r] : sum[r];
         if (LANE() == 0 && first + r < N) out[static_cast<i64>(pair) * N + first + r] = to_out(total);
     }
 }

@@ -17,6 +17,7 @@ from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import MAX_WIDTH, TransformerConfig
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
+from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID, gate_needs_scratch, gated_mul_mat_id
 from pyllm.ops.gelu_mul import GELU_MUL, gelu_mul
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts
 from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows, mul_mat_id
@@ -98,7 +99,7 @@ class ExpertSizes:
 class ExpertFeedForward:
     """A mixture of experts: the router picks some for each token, their outputs are added up by its weights."""
 
-    ops: ClassVar[tuple[Op, ...]] = (ROUTE, GROUP_EXPERTS, MUL_MAT_ID, SILU_MUL, WEIGHTED_SUM)
+    ops: ClassVar[tuple[Op, ...]] = (ROUTE, GROUP_EXPERTS, GATED_MUL_MAT_ID, MUL_MAT_ID, WEIGHTED_SUM)
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
         self._sizes = ExpertSizes.from_gguf(gguf, config)
@@ -130,13 +131,12 @@ class ExpertFeedForward:
         route(device, logits, experts, weights)
         lists = self._group(device, batch, experts)
         wide = (num_tokens, num_used, self._sizes.intermediate_size)
-        gate, up = array("gate", wide), array("up", wide)
-        mul_mat_id(device, h[:, None, :], experts, self._gate, gate, lists)
-        mul_mat_id(device, h[:, None, :], experts, self._up, up, lists)
-        flat = (num_tokens * num_used, wide[2])
-        silu_mul(device, gate.reshape(flat), up.reshape(flat), gate.reshape(flat))
+        hidden, scratch = array("gate", wide), None
+        if gate_needs_scratch(device.target, self._gate, self._up, lists):
+            scratch = array("up", wide)
+        gated_mul_mat_id(device, h[:, None, :], experts, self._gate, self._up, hidden, lists, scratch)
         down = array("expert_out", (num_tokens, num_used, h.shape[1]))
-        mul_mat_id(device, gate, experts, self._down, down, lists)
+        mul_mat_id(device, hidden, experts, self._down, down, lists)
         out = array("ffn_out", h.shape)
         weighted_sum(device, down, weights, out)
         return out

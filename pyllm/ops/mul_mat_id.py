@@ -51,10 +51,7 @@ def plan_mul_mat_id(
     num_used, num_pairs, x_slots = experts.shape[1], experts.size, x.shape[1]
     output, row_bytes = int(out.dtype == np.float16), np.int64(weight.row_bytes)
     if lists is None:
-        args = (x, experts, weight.array, out, row_bytes, *map(np.int32, (n, k, num_experts, num_used, x_slots)))
-        defines = {"QTYPE": int(weight.qtype), "ROWS": ROWS, "X_F16": int(x.dtype == np.float16), "OUTPUT": output}
-        grid = (-(-n // (ROWS * 128 // target.warp_size)), num_pairs)
-        return [KernelLaunch("mul_mat_id", "mul_mat_id_vec", grid, (128,), args, defines)]
+        return [vec_launch(target, x, experts, weight, weight, out)]
     tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
     sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
     return [
@@ -68,6 +65,24 @@ def plan_mul_mat_id(
             tile.shared_bytes(weight.qtype),
         )
     ]
+
+
+def vec_launch(
+    target: Target, x: Any, experts: Any, weight: Weight, up: Weight, out: Any, gate: int = 0
+) -> KernelLaunch:
+    """Each pair for itself; with `gate`, silu of its product times the same with `up`."""
+    num_experts, n, k = weight.shape
+    sizes = (n, k, num_experts, experts.shape[1], x.shape[1])
+    args = (x, experts, weight.array, up.array, out, np.int64(weight.row_bytes), *map(np.int32, sizes))
+    defines = {
+        "QTYPE": int(weight.qtype),
+        "ROWS": ROWS,
+        "GATE": gate,
+        "X_F16": int(x.dtype == np.float16),
+        "OUTPUT": int(out.dtype == np.float16),
+    }
+    grid = (-(-n // (ROWS * 128 // target.warp_size)), experts.size)
+    return KernelLaunch("mul_mat_id", "mul_mat_id_vec", grid, (128,), args, defines)
 
 
 MUL_MAT_ID = Op("mul_mat_id", mul_mat_id_ref, plan_mul_mat_id)
@@ -94,6 +109,12 @@ def mul_mat_id(
     Raises:
         ShapeError: shapes or dtypes do not fit.
     """
+    check_mul_mat_id(device, x, experts, weight, out, lists)
+    device.launch(MUL_MAT_ID, x, experts, weight, lists, out)
+
+
+def check_mul_mat_id(device: Device, x: Any, experts: Any, weight: Weight, out: Any, lists: ExpertLists | None) -> None:
+    """Raise ShapeError unless the arguments of `mul_mat_id` fit."""
     require(len(weight.shape) == 3, "mul_mat_id", f"weight {weight.name} is not a stack of matrices")
     num_experts, out_features, in_features = weight.shape
     floats = ("float32", "float16")
@@ -109,4 +130,3 @@ def mul_mat_id(
     if lists is not None:
         size = ExpertLists.size(experts.size, num_experts, bm)
         check_array("mul_mat_id", "lists", lists.array, (size,), ("int32",))
-    device.launch(MUL_MAT_ID, x, experts, weight, lists, out)

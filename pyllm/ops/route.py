@@ -30,7 +30,8 @@ def plan_route(target: Target, logits: Any, experts: Any, weights: Any) -> list[
     (num_tokens, num_experts), num_used = logits.shape, experts.shape[1]
     grid = (-(-num_tokens // (128 // target.warp_size)),)
     args = (logits, experts, weights, *map(np.int32, (num_tokens, num_experts, num_used)))
-    return [KernelLaunch("route", "route", grid, (128,), args)]
+    own = next(own for own in (1, 4, 16) if own * target.warp_size >= num_experts)
+    return [KernelLaunch("route", "route", grid, (128,), args, {"OWN": own})]
 
 
 ROUTE = Op("route", route_ref, plan_route)

@@ -17,6 +17,7 @@
 //   DEVICE_FENCE()                   writes before it are visible to the device before writes after it
 //   warp_shfl_bits(v, lane), warp_shfl_xor_bits(v, mask), warp_shfl_down_bits(v, delta), warp_ballot(pred)
 //   popcount(bits)                   of 64 bits, how many are set
+//   warp_max_u32, warp_min_u32       over all lanes, the same in each
 //   atomic_add, atomic_max           on global or shared memory; return the old value
 //   dot4(a, b, acc)                  acc + sum of the four products of signed bytes
 //   f16_bits_to_f32, f32_to_f16_bits
@@ -149,6 +150,18 @@ DEVICE float warp_sum(float value) {
     for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value += shfl_xor(value, mask);
     return value;
 }
+
+#if !defined(PYLLM_CUDA)  // which has instructions for these
+DEVICE u32 warp_max_u32(u32 value) {
+    for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = max(value, shfl_xor(value, mask));
+    return value;
+}
+
+DEVICE u32 warp_min_u32(u32 value) {
+    for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = min(value, shfl_xor(value, mask));
+    return value;
+}
+#endif
 
 DEVICE float warp_max(float value) {
 #pragma unroll

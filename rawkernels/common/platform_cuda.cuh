@@ -25,6 +25,9 @@ DEVICE i32 warp_shfl_xor_bits(i32 value, int mask) { return __shfl_xor_sync(0xFF
 DEVICE i32 warp_shfl_down_bits(i32 value, int delta) { return __shfl_down_sync(0xFFFFFFFFu, value, delta); }
 DEVICE u64 warp_ballot(bool pred) { return __ballot_sync(0xFFFFFFFFu, pred); }
 
+DEVICE u32 warp_max_u32(u32 value) { return __reduce_max_sync(0xFFFFFFFFu, value); }
+DEVICE u32 warp_min_u32(u32 value) { return __reduce_min_sync(0xFFFFFFFFu, value); }
+
 DEVICE int popcount(u64 bits) { return __popcll(bits); }
 
 DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
