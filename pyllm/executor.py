@@ -17,7 +17,7 @@ import numpy as np
 
 from pyllm import faults
 from pyllm.device import Device, Event
-from pyllm.device.base import Graph
+from pyllm.device.base import Graph, NotCapturable
 from pyllm.errors import UsageError
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.input_slots import InputRing, InputSlot
@@ -28,6 +28,8 @@ from pyllm.workspace import Workspace
 
 CANDIDATES = 64  # logits of a row that come back where the device chooses them: enough for top-k as people use it
 MIN_BUCKET = 256  # rows
+MAX_CAPTURED = 64  # recordings that are kept; of decode steps there are a few, of other shapes there may be many
+MAX_WARM = 4096  # shapes that are remembered as run once
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,13 @@ class Step:
         self.segments = segments
         self.done = done
         self._outputs = outputs
-        self._result: tuple[np.ndarray, list[faults.Fault]] | None = None
+        self._result: tuple[Logits, list[faults.Fault]] | None = None
 
-    def result(self) -> tuple[np.ndarray, list[faults.Fault]]:
+    def take(self) -> tuple[Logits, list[faults.Fault]]:
         """Wait, then take the outputs. May be called again, also after a call that failed half-way.
 
         Returns:
-            logits [num_outputs, vocab_size] float32 (a copy), and the faults that the device reported. With any fault
-            the logits must not be used.
+            A copy of the logits, and the faults that the device reported. With any fault the logits must not be used.
 
         Raises:
             DeviceError: the stream failed.
@@ -128,6 +129,45 @@ class Step:
             self._result = self._outputs.logits(), faults.entries(self._outputs.record)
         self._outputs.release()
         return self._result
+
+    def result(self) -> tuple[np.ndarray, list[faults.Fault]]:
+        """`take`, with the logits as rows: [num_outputs, vocab_size] float32."""
+        logits, found = self.take()
+        return logits.rows(0, len(logits.values)), found
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a step brought back of its logits.
+
+    Attributes:
+        values: [num_outputs, vocab_size] float32, or [num_outputs, num_candidates] in descending order.
+        ids: [num_outputs, num_candidates] int32, columns of the candidates; None for whole rows.
+        vocab_size: columns of a whole row.
+    """
+
+    values: np.ndarray
+    ids: np.ndarray | None
+    vocab_size: int
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows [n, vocab_size] float32; -infinity for what is not among the candidates."""
+        values = self.values[start:stop]
+        if self.ids is None:
+            return values
+        rows = np.full((len(values), self.vocab_size), -np.inf, np.float32)
+        np.put_along_axis(rows, self.ids[start:stop], values, axis=1)
+        return rows
+
+    def best(self, row: int, num_tokens: int) -> int | None:
+        """The column below num_tokens with the largest value, the first of equals, where the candidates show it and it
+        is finite."""
+        if self.ids is None:
+            return None
+        for token, value in zip(self.ids[row].tolist(), self.values[row].tolist(), strict=True):
+            if token < num_tokens:
+                return token if math.isfinite(value) else None
+        return None
 
 
 class Outputs:
@@ -157,14 +197,10 @@ class Outputs:
         if num_candidates:
             self.arrays.append(pinned[record_bytes + size :].view(np.int32).reshape(shape))
 
-    def logits(self) -> np.ndarray:
-        """A copy, [num_outputs, vocab_size] float32; -infinity for what is not among the candidates."""
-        if not self.num_candidates:
-            return self.arrays[0].copy()
-        values, ids = self.arrays
-        rows = np.full((len(values), self._vocab_size), -np.inf, np.float32)
-        np.put_along_axis(rows, ids, values, axis=1)
-        return rows
+    def logits(self) -> Logits:
+        """A copy."""
+        ids = self.arrays[1].copy() if self.num_candidates else None
+        return Logits(self.arrays[0].copy(), ids, self._vocab_size)
 
     def release(self) -> None:
         """Give the buffer back, behind the work that is queued by now. Only the first call does."""
@@ -222,6 +258,7 @@ class Executor:
         self._broke_off = False
         self._warm: set[tuple[int, ...]] = set()
         self._captured: dict[tuple[int, ...], CapturedStep] = {}
+        self._plain: set[tuple[int, ...]] = set()  # shapes that cannot be recorded
         self._captured_at = 0
         self._outdated: deque[tuple[Event, list[CapturedStep]]] = deque()
         self._inflight = inflight
@@ -278,7 +315,7 @@ class Executor:
             num_seqs=len(segments),
             num_outputs=sum(segment.num_outputs for segment in segments),
             longest=longest,
-            most_rows=_bucket(most_rows) if longest == 1 else most_rows,
+            most_rows=_bucket(most_rows),
             cache=self.cache,
             workspace=self.workspace,
             record=self._record,
@@ -290,25 +327,44 @@ class Executor:
     def _run_model(self, batch: Batch, num_candidates: int) -> list[Any]:
         """Queue the model's ops; returns device arrays for the outputs.
 
-        A step of single tokens runs as it is the first time, which compiles kernels and sizes buffers; the second time
-        its launches are recorded, and from then on replayed.
+        A step of some shape runs as it is the first time, which compiles kernels and sizes buffers; the second time its
+        launches are recorded, and from then on replayed.
         """
-        if batch.longest > 1 or not self.device.captures:
+        if not self.device.captures:
             return self._compute(batch, num_candidates)
-        key = (batch.num_seqs, batch.num_outputs, batch.most_rows, num_candidates)
+        key = (batch.num_tokens, batch.num_seqs, batch.longest, batch.num_outputs, batch.most_rows, num_candidates)
         self._forget_moved()
-        if key not in self._warm:
+        captured = self._captured.pop(key, None)
+        if captured is None and key in self._warm and key not in self._plain:
+            captured = self._capture(batch, num_candidates)
+            if captured is None:
+                self._plain.add(key)
+        if captured is None:
             outputs = self._compute(batch, num_candidates)
             self._forget_moved()
+            if len(self._warm) >= MAX_WARM:
+                self._warm.clear()
+                self._plain.clear()
             self._warm.add(key)
             return outputs
-        captured = self._captured.get(key)
-        if captured is None:
-            arrays: list[Any] = []
-            graph = self.device.capture(lambda: arrays.extend(self._compute(batch, num_candidates)))
-            captured = self._captured[key] = CapturedStep(graph, arrays)
+        self._captured[key] = captured  # the last one used stands last
+        if len(self._captured) > MAX_CAPTURED:
+            self._retire([self._captured.pop(next(iter(self._captured)))])
         captured.graph.replay()
         return captured.outputs
+
+    def _capture(self, batch: Batch, num_candidates: int) -> CapturedStep | None:
+        """Record the model's ops; None where something among them cannot be recorded."""
+        arrays: list[Any] = []
+        try:
+            graph = self.device.capture(lambda: arrays.extend(self._compute(batch, num_candidates)))
+        except NotCapturable:
+            return None
+        return CapturedStep(graph, arrays)
+
+    def _retire(self, steps: list[CapturedStep]) -> None:
+        """Keep recordings until the device is done with them."""
+        self._outdated.append((self.device.record(), steps))
 
     def _forget_moved(self) -> None:
         """Drop recordings when a buffer that they name has moved. Graphs stay until the device is done with them."""
@@ -317,7 +373,7 @@ class Executor:
         if self._captured_at == self.workspace.num_moves:
             return
         if self._captured:
-            self._outdated.append((self.device.record(), list(self._captured.values())))
+            self._retire(list(self._captured.values()))
         self._captured.clear()
         self._warm.clear()
         self._captured_at = self.workspace.num_moves

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,12 +85,7 @@ class InputLayout:
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Name to first byte and the byte behind the last; all multiples of 8 at the start."""
-        spans, offset = {}, 0
-        for name, (shape, dtype) in self.fields().items():
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            spans[name] = (offset, offset + size)
-            offset = -(-(offset + size) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        return spans
+        return _spans(self)
 
     @property
     def num_bytes(self) -> int:
@@ -98,10 +94,26 @@ class InputLayout:
 
     def views(self, buffer: Any) -> InputViews:
         """Views of `buffer` ([num_bytes] uint8, host or device), new objects at every call."""
-        fields = self.fields()
         return InputViews(
             **{
-                name: buffer[start:stop].view(fields[name][1]).reshape(fields[name][0])
-                for name, (start, stop) in self.spans().items()
+                name: buffer[start:stop].view(dtype).reshape(shape)
+                for name, start, stop, dtype, shape in _view_recipes(self)
             }
         )
+
+
+@cache
+def _spans(layout: InputLayout) -> dict[str, tuple[int, int]]:
+    spans, offset = {}, 0
+    for name, (shape, dtype) in layout.fields().items():
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        spans[name] = (offset, offset + size)
+        offset = -(-(offset + size) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+    return spans
+
+
+@cache
+def _view_recipes(layout: InputLayout) -> list[tuple[str, int, int, type, tuple[int, ...]]]:
+    """What `views` needs, worked out once: every step makes views of its slot."""
+    fields, spans = layout.fields(), _spans(layout)
+    return [(name, *spans[name], dtype, shape) for name, (shape, dtype) in fields.items()]

@@ -208,27 +208,23 @@ def _softcap_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCa
 def _rms_norm_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
     eps = 1e-6
     for tokens in (1, sizes.few, sizes.many):
-        for with_delta in (False, True):
+        for dtype in (np.float32, np.float16):
 
-            def arguments(source: Source, tokens: int = tokens, with_delta: bool = with_delta) -> Arguments:
+            def arguments(source: Source, tokens: int = tokens, dtype: type = dtype) -> Arguments:
                 shape = tokens, sizes.hidden
-                delta = source.normal(*shape) if with_delta else None
                 weight = source.normal(sizes.hidden)
-                return source.normal(*shape), weight, eps, source.unwritten(*shape), delta
+                return source.normal(*shape), weight, eps, source.unwritten(*shape, dtype=dtype), False
 
             def sample(read: Read, arguments: Arguments) -> Sample:
-                x, weight, _, out, delta = arguments
+                x, weight, _, out, _ = arguments
                 rows = _some(x.shape[0], _SAMPLED_TOKENS)
-                total = _wide(read(x, rows)) + (0 if delta is None else _wide(read(delta, rows)))
-                norm = total / np.sqrt(np.mean(total**2, axis=1, keepdims=True) + eps) * _wide(read(weight))
+                values = _wide(read(x, rows))
+                norm = values / np.sqrt(np.mean(values**2, axis=1, keepdims=True) + eps) * _wide(read(weight))
                 return lambda: [(read(out, rows), norm)]
 
-            def traffic(arguments: Arguments) -> float:
-                x, *_, delta = arguments
-                return _all_bytes(arguments) + (0 if delta is None else x.nbytes)  # x is written too
-
-            name = f"{tokens} x {sizes.hidden}" + (", a residual" if with_delta else "")
-            yield BenchCase(RMS_NORM, name, arguments, sample, traffic, limit=F32_LIMIT)
+            name = f"{tokens} x {sizes.hidden}" + (" to f16" if dtype == np.float16 else "")
+            limit = F16_LIMIT if dtype == np.float16 else F32_LIMIT
+            yield BenchCase(RMS_NORM, name, arguments, sample, _all_bytes, limit=limit)
 
 
 def _rope_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:

@@ -30,11 +30,14 @@ from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
-from pyllm.ops.mul_mat import MAX_VEC_TOKENS, MUL_MAT, plan_mul_mat, scratch_size
+from pyllm.ops.linear import LINEAR, linear_scratch
+from pyllm.ops.mul_mat import MUL_MAT, plan_mul_mat, scratch_size
 from pyllm.ops.mul_mat_id import MUL_MAT_ID
 from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.product_plan import Gate, Norm
 from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
+from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.route import ROUTE
 from pyllm.ops.set_rows import SET_ROWS
 from pyllm.ops.silu_mul import SILU_MUL
@@ -221,23 +224,28 @@ def _softcap(rows: int, size: int, rng: Rng) -> Arguments:
 
 
 def _rms_norm_cases() -> Iterator[Case]:
-    for rows, size in ((1, 1), (3, 97), (2, 1030)):
+    for rows, size in ((1, 1), (3, 97), (2, 1032)):
         yield Case(RMS_NORM, f"{rows}x{size}", partial(_rms_norm, rows, size), (3,))
 
-    def with_delta(rng: Rng) -> Arguments:
-        x, weight, eps, out, _ = _rms_norm(5, 65, rng)
-        return x, weight, eps, out, normal(rng, 5, 65)
+    def narrow(rng: Rng) -> Arguments:
+        x, weight, eps, _, accumulate = _rms_norm(3, 100, rng)
+        return x, weight, eps, unwritten(3, 100, dtype=np.float16), accumulate
+
+    def added(rng: Rng) -> Arguments:
+        x, weight, eps, _, _ = _rms_norm(5, 65, rng)
+        return x, weight, eps, normal(rng, 5, 65), True
 
     def in_place(rng: Rng) -> Arguments:
         heads = normal(rng, 5, 3, 32)
-        return heads, normal(rng, 32), 1e-6, heads, None
+        return heads, normal(rng, 32), 1e-6, heads, False
 
-    yield Case(RMS_NORM, "5x65 and a residual", with_delta, (0, 3))
+    yield Case(RMS_NORM, "3x100 to f16", narrow, (3,), floor=HALF)
+    yield Case(RMS_NORM, "5x65 added", added, (3,))
     yield Case(RMS_NORM, "15x32 in place", in_place, (3,))
 
 
 def _rms_norm(rows: int, size: int, rng: Rng) -> Arguments:
-    return normal(rng, rows, size), normal(rng, size), 1e-5, unwritten(rows, size), None
+    return normal(rng, rows, size), normal(rng, size), 1e-5, unwritten(rows, size), False
 
 
 def _rope_cases() -> Iterator[Case]:
@@ -280,8 +288,97 @@ def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int, we
         return normal(rng, tokens, row_elements), matrix, scratch, unwritten(tokens, rows)
 
     name = f"{qtype.name}, {tokens} x {row_elements} x {rows}"
-    rounded = _half_product if tokens > MAX_VEC_TOKENS else None
-    return Case(MUL_MAT, name, arguments, (3,), rounded=rounded, large=tokens * row_elements * rows > 1 << 24)
+    return Case(MUL_MAT, name, arguments, (3,), rounded=_half_product, large=tokens * row_elements * rows > 1 << 24)
+
+
+def _linear_cases() -> Iterator[Case]:
+    q4, q8 = QuantType.Q4_K, QuantType.Q8_0
+    yield linear_case((q4, q4, q4), (33, 17, 16), 1, 256, norm=True)
+    yield linear_case((q4, q4, q8), (16, 16, 40), 3, 256, bias=True)
+    yield linear_case((QuantType.Q4_1,) * 2, (33, 33), 2, 96, norm=True, gate=Gate.SILU)
+    yield linear_case((q8, q8), (24, 24), 9, 64, gate=Gate.GELU)
+    yield linear_case((q4, q8), (40, 40), 1, 256, gate=Gate.SILU, dtype=np.float16)
+    yield linear_case((q8,), (40,), 5, 96, dtype=np.float16, accumulate=True)
+    yield linear_case((QuantType.Q6_K,), (40,), 20, 256, accumulate=True, bias=True)
+    yield linear_case((q8, q4), (40, 24), 35, 256, norm=True, bias=True)
+    yield linear_case((q8, q8), (40, 40), 35, 96, norm=True, gate=Gate.SILU)
+    yield linear_case((q4, q4), (8192, 8192), 1024, 4096, norm=True, gate=Gate.SILU)
+    yield linear_case((q4,), (4096,), 1024, 4096, dtype=np.float16, accumulate=True)
+
+
+def linear_case(
+    qtypes: Sequence[QuantType],
+    rows: Sequence[int],
+    tokens: int,
+    row_elements: int,
+    norm: bool = False,
+    bias: bool = False,
+    gate: Gate = Gate.NONE,
+    accumulate: bool = False,
+    dtype: type = np.float32,
+) -> Case:
+    """Tokens (of a dtype) times some matrices."""
+
+    def arguments(rng: Rng) -> Arguments:
+        weights = tuple(random_weight(rng, qtype, n, row_elements) for qtype, n in zip(qtypes, rows, strict=True))
+        columns = rows[0] if gate else sum(rows)
+        x: np.ndarray = normal(rng, tokens, row_elements).astype(dtype)
+        out = normal(rng, tokens, columns) if accumulate else unwritten(tokens, columns)
+        layer_norm = Norm(normal(rng, row_elements), 1e-5) if norm else None
+        size = linear_scratch(_LIBRARY_TARGET, tokens, weights, x.dtype, norm, bool(gate))
+        scratch = np.zeros(size, np.float16) if size else None
+        return x, weights, layer_norm, normal(rng, sum(rows)) if bias else None, gate, accumulate, scratch, out
+
+    extras = ["norm"] * norm + ["bias"] * bias + [gate.name.lower()] * bool(gate) + ["added"] * accumulate
+    shape = f"{'+'.join(qtype.name for qtype in qtypes)}, {tokens} x {row_elements} x {_list(rows)}"
+    name = ", ".join([shape, *extras, *["f16"] * (dtype == np.float16)])
+    large = tokens * row_elements * sum(rows) > 1 << 24
+    # What is rounded to f16 on the way (a normalised row, what goes into a gate) the floor stands for.
+    return Case(LINEAR, name, arguments, (7,), floor=2 * HALF, rounded=_half_linear, large=large)
+
+
+def _half_linear(arguments: Arguments) -> Arguments:
+    x, weights, *others = arguments
+    halves = []
+    for weight in weights:
+        values = weight.array if weight.qtype == QuantType.F32 else dequantize(weight.array, weight.qtype)
+        halves.append(replace(weight, qtype=QuantType.F32, array=_half(values)))
+    return _half(x), tuple(halves), *others
+
+
+def _rope_set_rows_cases() -> Iterator[Case]:
+    for kv_type in KV_TYPES.values():
+        yield rope_set_rows_case(kv_type, 32)
+    yield rope_set_rows_case(KV_TYPES["f32"], 80, norms=True)
+    yield rope_set_rows_case(KV_TYPES["f16"], 64, norms=True, pairing=RopePairing.NORM, dtype=np.float16)
+    yield rope_set_rows_case(KV_TYPES["f16"], 32, wrong=True)
+
+
+def rope_set_rows_case(
+    kv_type: KVType,
+    head_dim: int,
+    norms: bool = False,
+    pairing: RopePairing = RopePairing.NEOX,
+    dtype: type = np.float32,
+    wrong: bool = False,
+) -> Case:
+    """Three heads of queries over two of keys; `wrong`: a token with another's row."""
+
+    def arguments(rng: Rng) -> Arguments:
+        inputs, cache = paged(rng, (1, 20, 9), (1, 3, 9), 2, head_dim, kv_type, written=False)
+        inputs.row_ids[4] = inputs.row_ids[3] if wrong else -1
+        angle = rng.uniform(0, 2 * np.pi, (13, head_dim // 2 - 4))
+        tables = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        weights = HeadNorms(normal(rng, head_dim), normal(rng, head_dim), 1e-6) if norms else None
+        out = unwritten(13, 3, head_dim, dtype=dtype)
+        qkv = normal(rng, 13, 7 * head_dim)
+        return qkv, weights, *tables, pairing, inputs, cache, kv_type, empty_record(), out
+
+    extras = ["norms"] * norms + ["a wrong row"] * wrong + ["f16 queries"] * (dtype == np.float16)
+    name = ", ".join([kv_type.name, f"heads of {head_dim}", pairing.name.lower(), *extras])
+    outputs, unit = ((9,), 1.0) if kv_type.block > 1 or kv_type.name == "bf16" else ((6, 8, 9), 8.0)
+    floor = HALF if "f16" in (kv_type.name, np.dtype(dtype).name.replace("float", "f")) else 1e-6
+    return Case(ROPE_SET_ROWS, name, arguments, outputs, floor=floor, unit=unit)
 
 
 def _expert_cases() -> Iterator[Case]:
@@ -573,9 +670,11 @@ _GROUPS = (
     _flash_attention_cases,
     partial(_gate_cases, GELU_MUL),
     _get_rows_cases,
+    _linear_cases,
     _mul_mat_cases,
     _rms_norm_cases,
     _rope_cases,
+    _rope_set_rows_cases,
     _set_rows_cases,
     partial(_gate_cases, SILU_MUL),
     _softcap_cases,

@@ -126,6 +126,11 @@ class SamplingParams:
             return False
         return self.temperature == 0 or 0 < self.top_k <= num_candidates
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the token is the one with the largest logit, whatever else the row holds."""
+        return self.temperature == 0 and self.chooses_among(1)
+
     def _check_int(self, name: str, low: int, high: int = 2**31 - 1) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
-from pyllm.executor import CANDIDATES, Executor, Segment, Step
+from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache
 from pyllm.request import Request
+from pyllm.sampling import Sampled
 
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
@@ -130,8 +129,10 @@ class Scheduler:
                 queued = self._queue_ubatches()
             if self._in_flight and not queued:
                 self._in_flight[0].step.done.synchronize()  # Ctrl-C may break this wait: nothing is half done here
-            with self._undisturbed():
-                collected = self._collect_done()
+            collected = False
+            if self._in_flight and self._in_flight[0].step.done.query():
+                with self._undisturbed():
+                    collected = self._collect_done()
         except DeviceError as error:
             self._fail(error)
             raise
@@ -287,33 +288,38 @@ class Scheduler:
     def _collect(self) -> None:
         """Take the results of the oldest step, which is done."""
         entry = self._in_flight[0]
-        logits, found = entry.step.result()
+        logits, found = entry.step.take()
         self._in_flight.popleft()
         if found:
             self._handle_faults(entry, found)
         row = 0
         for request, segment in zip(entry.requests, entry.step.segments, strict=True):
-            rows = logits[row : row + segment.num_outputs]
-            row += segment.num_outputs
+            first, row = row, row + segment.num_outputs
             if request.kv is not segment.seq or request.finish_reason is not None:
                 continue
             try:
                 self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
-                self._take_logits(request, rows)
+                self._take_logits(request, logits, first, row)
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(request, "error", _as_pyllm_error(error))
 
-    def _take_logits(self, request: Request, rows: np.ndarray) -> None:
+    def _take_logits(self, request: Request, logits: Logits, start: int, stop: int) -> None:
+        """Take rows start..stop-1."""
         if request.sampler is None:
-            request.logits.append(rows)
+            request.logits.append(logits.rows(start, stop))
             if request.num_pending == 0 and sum(map(len, request.logits)) == len(request.token_ids):
                 self._end(request, "stop")
-        elif len(rows):
-            self._sample(request, rows[-1, : self._num_tokens])
+        elif start < stop:
+            self._sample(request, logits, stop - 1)
 
-    def _sample(self, request: Request, row: np.ndarray) -> None:
+    def _sample(self, request: Request, logits: Logits, row: int) -> None:
         assert request.sampler is not None and request.params is not None
-        sampled = request.sampler.sample(row, request.token_ids)
+        best = logits.best(row, self._num_tokens) if request.params.takes_best else None
+        if best is None:
+            whole = logits.rows(row, row + 1)[0, : self._num_tokens]
+            sampled = request.sampler.sample(whole, request.token_ids)
+        else:
+            sampled = Sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
         if not request.num_generated:
             request.first_token_at = time.perf_counter()
         request.token_ids.append(sampled.token)

@@ -42,6 +42,10 @@ class Event(ABC):
         """
 
 
+class NotCapturable(Exception):
+    """What was to be recorded can only be queued."""
+
+
 class Graph(ABC):
     """Launches that were recorded, to be queued again together."""
 
@@ -71,6 +75,7 @@ class Device(ABC):
         weight_types: block types that `upload_weight` accepts.
         target: what kernels are compiled for; None where ops run in their reference form.
         default_ubatch_size: tokens that suit the device.
+        activation_dtype: of activations between layers' ops; the residual stream is float32 everywhere.
         wants_candidates: true where bringing whole rows of logits to the host costs more than choosing from them there.
         default_inflight: ubatches to queue ahead: enough to keep the device busy, few enough to stop soon.
         poison: fresh and freed memory is filled with NaN patterns (test runs).
@@ -81,6 +86,7 @@ class Device(ABC):
     target: Target | None
     default_ubatch_size: int
     wants_candidates: bool
+    activation_dtype: type
     default_inflight: int
     poison: bool
     memory_bytes: int
@@ -155,7 +161,11 @@ class Device(ABC):
         return False
 
     def capture(self, launches: Callable[[], Any]) -> Graph:
-        """Call `launches`, but record what it queues instead of running it. It must not allocate."""
+        """Call `launches`, but record what it queues instead of running it. It must not allocate.
+
+        Raises:
+            NotCapturable: something among it cannot be recorded; nothing has been queued.
+        """
         raise DeviceError(f"{self.name} does not capture launches")
 
     @abstractmethod

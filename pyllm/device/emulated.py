@@ -44,6 +44,7 @@ class EmulatedDevice(HostDevice):
 
     name = "emulated"
     default_ubatch_size = 64
+    activation_dtype = np.float16
     wants_candidates = True  # as a GPU
 
     def __init__(

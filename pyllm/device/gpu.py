@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from pyllm.device.arena import POISON, Arena
-from pyllm.device.base import Device, Event, Graph, PinnedBuffer
+from pyllm.device.base import Device, Event, Graph, NotCapturable, PinnedBuffer
+from pyllm.device.cubin import load_kernel
 from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.errors import DeviceError
@@ -27,7 +28,7 @@ from pyllm.quants import GPU_TYPES, QuantType
 
 STAGING_BYTES = 32 << 20  # of each pinned buffer through which uploads go
 STAGING_BUFFERS = 2
-STATIC_SHARED = 48 << 10  # a kernel gets more shared memory only when it asks for it
+DEFAULT_SHARED = 32 << 10  # dynamic shared memory that every kernel may have, whatever it has besides
 INSTALL = "pip install 'pyllm[cuda12]', 'pyllm[cuda13]' or 'pyllm[rocm7]'"
 WMMA_ARCHS = ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151")
 MFMA_ARCHS = ("gfx90a", "gfx942")
@@ -76,6 +77,26 @@ def find_target(properties: dict[str, Any], is_hip: bool) -> Target:
     raise DeviceError(f"this GPU is {arch}; pyllm has kernels for {supported}: use --device cpu")
 
 
+class GpuFunction:
+    """A compiled kernel.
+
+    Attributes:
+        launch: launch(grid, block, args, shared_bytes, stream).
+        shared_limit: dynamic shared memory that it may be given, in bytes.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.launch = kernel.kernel
+        self.shared_limit = DEFAULT_SHARED
+
+    def raise_limit(self, num_bytes: int, target: Target) -> None:
+        """Allow so much dynamic shared memory; on AMD there is nothing to raise."""
+        if target.vendor == "cuda":
+            self._kernel.max_dynamic_shared_size_bytes = num_bytes
+        self.shared_limit = num_bytes
+
+
 class GpuEvent(Event):
     """An event of the compute stream."""
 
@@ -112,11 +133,16 @@ def device_errors() -> Iterator[None]:
     """Turn the errors of the GPU's runtime into DeviceError."""
     try:
         yield
-    except (MemoryError, DeviceError):
+    except (MemoryError, DeviceError, NotCapturable):
         raise
     except RuntimeError as error:  # CuPy's CUDARuntimeError, CUDADriverError and CompileException
-        text = str(error).strip().splitlines()
-        raise DeviceError(f"the GPU stopped: {text[-1] if text else type(error).__name__}") from error
+        raise as_device_error(error) from error
+
+
+def as_device_error(error: RuntimeError) -> DeviceError:
+    """What the GPU's runtime says, as one line."""
+    text = str(error).strip().splitlines()
+    return DeviceError(f"the GPU stopped: {text[-1] if text else type(error).__name__}")
 
 
 class GpuDevice(Device):
@@ -135,6 +161,7 @@ class GpuDevice(Device):
     default_ubatch_size = 2048
     default_inflight = 4
     wants_candidates = True
+    activation_dtype: type = np.float16
 
     def __init__(self, poison: bool | None = None, graphs: bool = True) -> None:
         self._cupy = cupy = import_cupy()
@@ -156,7 +183,8 @@ class GpuDevice(Device):
         )
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
-        self._functions: dict[tuple[str, str, tuple[tuple[str, int], ...]], Any] = {}
+        self._functions: dict[tuple[Any, ...], GpuFunction] = {}
+        self._capturing = False
         self.num_launches = 0
         self._gates: list[Gate] = []
         self._closed = False
@@ -226,23 +254,28 @@ class GpuDevice(Device):
         self._check_open()
         if op.plan is None:
             raise DeviceError(f"op {op.name} has no kernel")
-        with device_errors(), self.stream:
+        # This runs for every op of every ubatch: no context managers here, they cost as much as a launch.
+        try:
             for launch in op.plan(self.target, *args):
                 if isinstance(launch, GemmLaunch):
                     self._launch_gemm(launch)
                 else:
                     self._launch_kernel(launch)
+        except (MemoryError, DeviceError, NotCapturable):
+            raise
+        except RuntimeError as error:
+            raise as_device_error(error) from error
 
     def _launch_kernel(self, launch: KernelLaunch) -> None:
-        key = (launch.source, launch.entry, tuple(sorted(launch.defines.items())))
+        # A plan names its defines in one order, so they need not be sorted.
+        key = (launch.source, launch.entry, *launch.defines.items())
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = self._compile(launch)
-        if launch.shared_bytes > max(STATIC_SHARED, function.max_dynamic_shared_size_bytes):
-            function.max_dynamic_shared_size_bytes = launch.shared_bytes
+        if launch.shared_bytes > function.shared_limit:
+            function.raise_limit(launch.shared_bytes, self.target)
         args = tuple(self._address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
-        grid, block = (_three(extents) for extents in (launch.grid, launch.block))
-        function(grid, block, args, shared_mem=launch.shared_bytes)
+        function.launch(_three(launch.grid), _three(launch.block), args, launch.shared_bytes, self.stream)
         self.num_launches += 1
 
     def _address(self, array: np.ndarray) -> np.uintp:
@@ -255,9 +288,12 @@ class GpuDevice(Device):
         """a @ b.T by cuBLAS. It counts in columns: b is a k x n matrix there, a a k x m one, out n x m."""
         from cupy_backends.cuda.libs import cublas
 
+        if self._capturing:
+            raise NotCapturable("a library's product")
         (m, k), (n, _) = launch.a.shape, launch.b.shape
-        one, zero = np.array(1, np.float32), np.array(0, np.float32)
-        target = launch.out.data.ptr + 4 * launch.first_column
+        one, beta = np.array(1, np.float32), np.array(launch.accumulate, np.float32)
+        narrow = launch.out.dtype == np.float16
+        target = launch.out.data.ptr + launch.out.itemsize * launch.first_column
         handle = self._cupy.cuda.device.get_cublas_handle()
         cublas.setStream(handle, self.stream.ptr)
         cublas.gemmEx(
@@ -274,21 +310,24 @@ class GpuDevice(Device):
             launch.a.data.ptr,
             self._runtime.CUDA_R_16F,
             k,
-            zero.ctypes.data,
+            beta.ctypes.data,
             target,
-            self._runtime.CUDA_R_32F,
+            self._runtime.CUDA_R_16F if narrow else self._runtime.CUDA_R_32F,
             launch.out.shape[1],
             cublas.CUBLAS_COMPUTE_32F,
             cublas.CUBLAS_GEMM_DEFAULT,
         )
         self.num_launches += 1
 
-    def _compile(self, launch: KernelLaunch) -> Any:
+    def _compile(self, launch: KernelLaunch) -> GpuFunction:
         # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.
         options = ("-std=c++17", *define_options(target_defines(self.target, launch.defines)))
+        if launch.arch:
+            text = source_text(launch.source, launch.defines)
+            return GpuFunction(load_kernel(self._cupy, text, launch.arch, options, launch.entry))
         module = self._cupy.RawModule(code=source_text(launch.source, launch.defines), options=options, backend="nvrtc")
         try:
-            return module.get_function(launch.entry)
+            return GpuFunction(module.get_function(launch.entry))
         except self._cupy.cuda.compiler.CompileException as error:
             first = next((line for line in str(error).splitlines() if "error" in line), str(error)[:200])
             raise DeviceError(f"kernel {launch.entry} does not compile for {self.target.arch}: {first}") from error
@@ -314,9 +353,11 @@ class GpuDevice(Device):
     def capture(self, launches: Callable[[], Any]) -> GpuGraph:
         with device_errors(), self.stream:
             self.stream.begin_capture()
+            self._capturing = True
             try:
                 launches()
             finally:
+                self._capturing = False
                 graph = self.stream.end_capture()
         return GpuGraph(graph, self)
 

@@ -49,6 +49,7 @@ class HostDevice(Device):
     name = "cpu"
     description = "cpu"
     default_ubatch_size = 512
+    activation_dtype: type = np.float32
     wants_candidates = False  # a row of logits is next door
     default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
 

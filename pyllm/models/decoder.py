@@ -15,8 +15,11 @@ What stands in parentheses happens where a file has the tensors for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from pyllm.device import Device
 from pyllm.errors import UnsupportedError
@@ -29,9 +32,10 @@ from pyllm.models.rope_scaling import RopePlan, read_rope
 from pyllm.models.weights import Tensors, TensorSpec, Weights, check_tensors, upload_weights
 from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.get_rows import get_rows
+from pyllm.ops.product_plan import Norm
 from pyllm.ops.rms_norm import rms_norm
-from pyllm.ops.rope import RopePairing, rope, rope_table
-from pyllm.ops.set_rows import set_rows
+from pyllm.ops.rope import RopePairing, rope_table
+from pyllm.ops.rope_set_rows import HeadNorms, rope_set_rows
 from pyllm.ops.softcap import softcap
 from pyllm.ops.take_rows import take_rows
 from pyllm.weight import Weight
@@ -41,19 +45,14 @@ from pyllm.weight import Weight
 class DecoderLayer:
     """Weights of one block outside its feed-forward part; None where a file has none."""
 
-    attn_norm: Any
-    attn_q: Weight
-    attn_k: Weight
-    attn_v: Weight
-    attn_q_bias: Any | None
-    attn_k_bias: Any | None
-    attn_v_bias: Any | None
-    attn_q_norm: Any | None
-    attn_k_norm: Any | None
-    attn_output: Weight
+    attn_norm: Norm
+    attn_qkv: tuple[Weight, ...]
+    attn_qkv_bias: Any | None
+    head_norms: HeadNorms | None
+    attn_output: tuple[Weight, ...]
     attn_output_bias: Any | None
     post_attention_norm: Any | None
-    ffn_norm: Any
+    ffn_norm: Norm
     post_ffw_norm: Any | None
 
 
@@ -78,8 +77,8 @@ class Decoder:
         self._embedding = weights.matrix("token_embd.weight")
         self._output = weights.matrix("output.weight") if "output.weight" in weights else self._embedding
         self._output_bias = weights.optional_vector("output.bias")
-        self._output_norm = weights.vector("output_norm.weight")
-        self._layers = [self._layer(index) for index in range(config.num_layers)]
+        self._output_norm = Norm(weights.vector("output_norm.weight"), config.rms_norm_eps)
+        self._layers = [self._layer(index, device) for index in range(config.num_layers)]
         self._feed_forwards = [
             self.feed_forward(gguf, config, weights, f"blk.{index}.") for index in range(config.num_layers)
         ]
@@ -177,37 +176,29 @@ class Decoder:
         yield TensorSpec(prefix + "attn_output.bias", (c.hidden_size,), optional=True)
         yield TensorSpec(prefix + "ffn_norm.weight", (c.hidden_size,))
 
-    def _layer(self, index: int) -> DecoderLayer:
+    def _layer(self, index: int, device: Device) -> DecoderLayer:
         c, prefix, weights = self.config, f"blk.{index}.", self.weights
 
         def vector(name: str) -> Any | None:
             return weights.optional_vector(prefix + name)
 
-        def part(name: str, start: int, size: int) -> tuple[Weight, Any | None]:
-            """A projection and its bias, on their own or as rows of the fused tensor."""
-            if prefix + "attn_qkv.weight" not in weights:
-                return weights.matrix(f"{prefix}{name}.weight"), vector(f"{name}.bias")
+        if prefix + "attn_qkv.weight" in weights:
+            attn_qkv: tuple[Weight, ...] = (weights.matrix(prefix + "attn_qkv.weight"),)
             bias = vector("attn_qkv.bias")
-            rows = weights.matrix(prefix + "attn_qkv.weight").rows(start, start + size)
-            return rows, None if bias is None else bias[start : start + size]
-
-        attn_q, attn_q_bias = part("attn_q", 0, c.q_size)
-        attn_k, attn_k_bias = part("attn_k", c.q_size, c.k_size)
-        attn_v, attn_v_bias = part("attn_v", c.q_size + c.k_size, c.v_size)
+        else:
+            names = ("attn_q", "attn_k", "attn_v")
+            attn_qkv = tuple(weights.matrix(f"{prefix}{name}.weight") for name in names)
+            bias = _joined(device, [vector(f"{name}.bias") for name in names], [c.q_size, c.k_size, c.v_size])
+        q_norm, k_norm = vector("attn_q_norm.weight"), vector("attn_k_norm.weight")
         return DecoderLayer(
-            attn_norm=vector("attn_norm.weight"),
-            attn_q=attn_q,
-            attn_k=attn_k,
-            attn_v=attn_v,
-            attn_q_bias=attn_q_bias,
-            attn_k_bias=attn_k_bias,
-            attn_v_bias=attn_v_bias,
-            attn_q_norm=vector("attn_q_norm.weight"),
-            attn_k_norm=vector("attn_k_norm.weight"),
-            attn_output=weights.matrix(prefix + "attn_output.weight"),
+            attn_norm=Norm(vector("attn_norm.weight"), c.rms_norm_eps),
+            attn_qkv=attn_qkv,
+            attn_qkv_bias=bias,
+            head_norms=None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, c.rms_norm_eps),
+            attn_output=(weights.matrix(prefix + "attn_output.weight"),),
             attn_output_bias=vector("attn_output.bias"),
             post_attention_norm=vector("post_attention_norm.weight"),
-            ffn_norm=vector("ffn_norm.weight"),
+            ffn_norm=Norm(vector("ffn_norm.weight"), c.rms_norm_eps),
             post_ffw_norm=vector("post_ffw_norm.weight"),
         )
 
@@ -219,28 +210,31 @@ class Decoder:
         x = batch.workspace.array("x", (batch.num_tokens, c.hidden_size))
         get_rows(device, self._embedding, batch.inputs.token_ids[: batch.num_tokens], x, self._embedding_scale)
         tables = self._rope_tables(device, batch)
-        delta = None
         for index, layer in enumerate(self._layers):
-            h = batch.workspace.array("h", x.shape)
-            rms_norm(device, x, layer.attn_norm, c.rms_norm_eps, h, delta)
             last = index == c.num_layers - 1
-            q = self._attention_inputs(device, batch, index, layer, h, tables[self._rope_plan.of_layer[index]])
+            q = self._attention_inputs(device, batch, index, layer, x, tables[self._rope_plan.of_layer[index]])
             if last and not batch.num_outputs:
                 return None  # the K/V rows are what this ubatch was for
             mixed = self._attend(device, batch, index, q)
             if last:
                 x, mixed = self._take_outputs(device, batch, x, mixed)
-            delta = project(device, batch, layer.attn_output, layer.attn_output_bias, mixed, "attn_out")
-            self._norm_in_place(device, delta, layer.post_attention_norm)
-            h = batch.workspace.array("h", x.shape)
-            rms_norm(device, x, layer.ffn_norm, c.rms_norm_eps, h, delta)
-            delta = self._feed_forwards[index].forward(device, batch, h)
-            self._norm_in_place(device, delta, layer.post_ffw_norm)
-        return self._logits(device, batch, x, delta)
+            with self._residual(device, batch, x, layer.post_attention_norm) as (out, accumulate):
+                bias = layer.attn_output_bias
+                project(device, batch, mixed, layer.attn_output, out, bias=bias, accumulate=accumulate)
+            with self._residual(device, batch, x, layer.post_ffw_norm) as (out, accumulate):
+                self._feed_forwards[index].forward(device, batch, x, layer.ffn_norm, out, accumulate)
+        return self._logits(device, batch, x)
 
-    def _norm_in_place(self, device: Device, x: Any, weight: Any | None) -> None:
-        if weight is not None:
-            rms_norm(device, x, weight, self.config.rms_norm_eps, x)
+    @contextmanager
+    def _residual(self, device: Device, batch: Batch, x: Any, post_norm: Any | None) -> Iterator[tuple[Any, bool]]:
+        """Where half a block leaves its result, and whether it adds it: the residual stream, or an array that is
+        normalised and then added to the stream."""
+        if post_norm is None:
+            yield x, True
+            return
+        delta = batch.workspace.array("delta", x.shape)
+        yield delta, False
+        rms_norm(device, delta, post_norm, self.config.rms_norm_eps, x, accumulate=True)
 
     def _rope_tables(self, device: Device, batch: Batch) -> list[tuple[Any, Any]]:
         tables = []
@@ -253,25 +247,25 @@ class Decoder:
         return tables
 
     def _attention_inputs(
-        self, device: Device, batch: Batch, index: int, layer: DecoderLayer, h: Any, table: tuple[Any, Any]
+        self, device: Device, batch: Batch, index: int, layer: DecoderLayer, x: Any, table: tuple[Any, Any]
     ) -> Any:
         """Queries [num_tokens, num_heads, key_length]; keys and values go into the cache."""
-        c, num_tokens = self.config, batch.num_tokens
-        q = project(device, batch, layer.attn_q, layer.attn_q_bias, h, "q")
-        k = project(device, batch, layer.attn_k, layer.attn_k_bias, h, "k")
-        v = project(device, batch, layer.attn_v, layer.attn_v_bias, h, "v")
-        q_heads = q.reshape(num_tokens, c.num_heads, c.key_length)
-        k_heads = k.reshape(num_tokens, c.num_kv_heads, c.key_length)
-        for heads, norm in ((q_heads, layer.attn_q_norm), (k_heads, layer.attn_k_norm)):
-            self._norm_in_place(device, heads, norm)
-            rope(device, heads, *table, self.pairing)
-        set_rows(device, k, v, batch.inputs, batch.cache.layers[index], batch.cache.kv_type, batch.record)
-        return q_heads
+        c, num_tokens, array = self.config, batch.num_tokens, batch.workspace.array
+        qkv = array("qkv", (num_tokens, c.q_size + c.k_size + c.v_size))
+        project(device, batch, x, layer.attn_qkv, qkv, norm=layer.attn_norm, bias=layer.attn_qkv_bias)
+        q = array("q", (num_tokens, c.num_heads, c.key_length), device.activation_dtype)
+        cache, record = batch.cache.layers[index], batch.record
+        rope_set_rows(
+            *(device, qkv, layer.head_norms, *table, self.pairing),
+            *(batch.inputs, cache, batch.cache.kv_type, record, q),
+        )
+        return q
 
     def _attend(self, device: Device, batch: Batch, index: int, q: Any) -> Any:
         """[num_tokens, num_heads * value_length]"""
         c = self.config
-        mixed = batch.workspace.array("mixed", (batch.num_tokens, c.num_heads, c.value_length))
+        out_shape = batch.num_tokens, c.num_heads, c.value_length
+        mixed = batch.workspace.array("mixed", out_shape, device.activation_dtype)
         shape = AttentionShape.of(batch.num_seqs, batch.longest, batch.most_rows, c.num_kv_heads)
         scratch = batch.workspace.array("attention_parts", (shape.scratch_size(c.num_heads, c.value_length),))
         flash_attention(
@@ -293,15 +287,25 @@ class Decoder:
         ids = batch.inputs.out_tokens[: batch.num_outputs]
         taken = []
         for name, array in (("x_out", x), ("mixed_out", mixed)):
-            out = batch.workspace.array(name, (batch.num_outputs, array.shape[1]))
+            out = batch.workspace.array(name, (batch.num_outputs, array.shape[1]), array.dtype)
             take_rows(device, array, ids, out)
             taken.append(out)
         return taken[0], taken[1]
 
-    def _logits(self, device: Device, batch: Batch, x: Any, delta: Any) -> Any:
-        h = batch.workspace.array("h", x.shape)
-        rms_norm(device, x, self._output_norm, self.config.rms_norm_eps, h, delta)
-        logits = project(device, batch, self._output, self._output_bias, h, "logits")
+    def _logits(self, device: Device, batch: Batch, x: Any) -> Any:
+        logits = batch.workspace.array("logits", (x.shape[0], self.vocab_size))
+        project(device, batch, x, (self._output,), logits, norm=self._output_norm, bias=self._output_bias)
         if self._logit_softcap:
             softcap(device, logits, self._logit_softcap, logits)
         return logits
+
+
+def _joined(device: Device, vectors: list[Any | None], sizes: list[int]) -> Any | None:
+    """Biases side by side, zeros where there is none; None without any."""
+    if all(vector is None for vector in vectors):
+        return None
+    parts = [
+        np.zeros(size, np.float32) if vector is None else device.download(vector)
+        for vector, size in zip(vectors, sizes, strict=True)
+    ]
+    return device.upload(np.concatenate(parts))

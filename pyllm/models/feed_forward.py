@@ -18,20 +18,23 @@ from pyllm.models.config import MAX_WIDTH, TransformerConfig
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
 from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID, gate_needs_scratch, gated_mul_mat_id
-from pyllm.ops.gelu_mul import GELU_MUL, gelu_mul
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts
 from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows, mul_mat_id
 from pyllm.ops.op import Op
+from pyllm.ops.product_plan import Gate, Norm
+from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.route import MAX_EXPERTS, ROUTE, route
-from pyllm.ops.silu_mul import SILU_MUL, silu_mul
 from pyllm.ops.weighted_sum import WEIGHTED_SUM, weighted_sum
 
 
 class DenseFeedForward:
     """W_down(silu(W_gate h) * (W_up h)): SwiGLU."""
 
-    ops: ClassVar[tuple[Op, ...]] = (SILU_MUL,)
-    """Ops beyond matrix products that a device must be able to run."""
+    ops: ClassVar[tuple[Op, ...]] = ()
+    """Ops beyond linear layers that a device must be able to run."""
+
+    gate: ClassVar[Gate] = Gate.SILU
+    """The activation between the products."""
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
         self._gate, self._up, self._down = (
@@ -52,27 +55,18 @@ class DenseFeedForward:
         yield TensorSpec(prefix + "ffn_up.weight", (wide, narrow))
         yield TensorSpec(prefix + "ffn_down.weight", (narrow, wide))
 
-    def forward(self, device: Device, batch: Batch, h: Any) -> Any:
-        """Queue the ops for h [n, hidden_size]; returns an array like it in the workspace."""
-        gate = project(device, batch, self._gate, None, h, "gate")
-        up = project(device, batch, self._up, None, h, "up")
-        self.activate(device, gate, up)
-        return project(device, batch, self._down, None, gate, "ffn_out")
-
-    @staticmethod
-    def activate(device: Device, gate: Any, up: Any) -> None:
-        """gate = activation(gate) * up, in place."""
-        silu_mul(device, gate, up, gate)
+    def forward(self, device: Device, batch: Batch, x: Any, norm: Norm, out: Any, accumulate: bool) -> None:
+        """Queue the ops for the residual stream x [n, hidden_size]; the result goes to out, or is added to it."""
+        shape = x.shape[0], self._gate.shape[0]
+        hidden = batch.workspace.array("ffn_hidden", shape, device.activation_dtype)
+        project(device, batch, x, (self._gate, self._up), hidden, norm=norm, gate=self.gate)
+        project(device, batch, hidden, (self._down,), out, accumulate=accumulate)
 
 
 class GeluFeedForward(DenseFeedForward):
     """The same with the tanh form of GELU: GEGLU."""
 
-    ops = (GELU_MUL,)
-
-    @staticmethod
-    def activate(device: Device, gate: Any, up: Any) -> None:
-        gelu_mul(device, gate, up, gate)
+    gate = Gate.GELU
 
 
 @dataclass(frozen=True)
@@ -123,23 +117,24 @@ class ExpertFeedForward:
         yield TensorSpec(prefix + "ffn_up_exps.weight", (count, wide, narrow))
         yield TensorSpec(prefix + "ffn_down_exps.weight", (count, narrow, wide))
 
-    def forward(self, device: Device, batch: Batch, h: Any) -> Any:
-        """Queue the ops for h [n, hidden_size]; returns an array like it in the workspace."""
-        array, num_tokens, num_used = batch.workspace.array, h.shape[0], self._sizes.num_used
-        logits = project(device, batch, self._router, None, h, "router")
+    def forward(self, device: Device, batch: Batch, x: Any, norm: Norm, out: Any, accumulate: bool) -> None:
+        """Queue the ops for the residual stream x [n, hidden_size]; the result goes to out, or is added to it."""
+        array, dtype, sizes = batch.workspace.array, device.activation_dtype, self._sizes
+        num_tokens, num_used = x.shape[0], sizes.num_used
+        h = array("h", x.shape, dtype)
+        rms_norm(device, x, norm.weight, norm.eps, h)
+        logits = project(device, batch, h, (self._router,), array("router", (num_tokens, sizes.num_experts)))
         experts, weights = array("experts", (num_tokens, num_used), "int32"), array("weights", (num_tokens, num_used))
         route(device, logits, experts, weights)
         lists = self._group(device, batch, experts)
-        wide = (num_tokens, num_used, self._sizes.intermediate_size)
-        hidden, scratch = array("gate", wide), None
+        wide = (num_tokens, num_used, sizes.intermediate_size)
+        hidden, scratch = array("gate", wide, dtype), None
         if gate_needs_scratch(device.target, self._gate, self._up, lists):
-            scratch = array("up", wide)
+            scratch = array("up", wide, dtype)
         gated_mul_mat_id(device, h[:, None, :], experts, self._gate, self._up, hidden, lists, scratch)
-        down = array("expert_out", (num_tokens, num_used, h.shape[1]))
+        down = array("expert_out", (num_tokens, num_used, h.shape[1]), dtype)
         mul_mat_id(device, hidden, experts, self._down, down, lists)
-        out = array("ffn_out", h.shape)
-        weighted_sum(device, down, weights, out)
-        return out
+        weighted_sum(device, down, weights, out, accumulate)
 
     def _group(self, device: Device, batch: Batch, experts: Any) -> ExpertLists | None:
         """What products of many tokens need to know about the choice of experts."""

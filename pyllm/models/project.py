@@ -1,24 +1,33 @@
-"""A linear layer in the workspace."""
+"""A linear layer with its scratch in the workspace."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pyllm.device import Device
 from pyllm.executor import Batch
-from pyllm.ops.add import add
-from pyllm.ops.mul_mat import mul_mat, scratch_size
+from pyllm.ops.linear import linear, linear_scratch
+from pyllm.ops.product_plan import Gate, Norm
 from pyllm.weight import Weight
 
 
-def project(device: Device, batch: Batch, weight: Weight, bias: Any | None, x: Any, name: str) -> Any:
-    """x @ weight.T (+ bias) in the workspace buffer `name`: [rows of x, rows of weight] float32."""
-    out = batch.workspace.array(name, (x.shape[0], weight.shape[0]))
-    size = scratch_size(device.target, x.shape[0], weight)
-    scratch = batch.workspace.array("mul_mat_scratch", (size,), np.float16) if size else None
-    mul_mat(device, x, weight, out, scratch)
-    if bias is not None:
-        add(device, out, bias, out)
+def project(
+    device: Device,
+    batch: Batch,
+    x: Any,
+    weights: Sequence[Weight],
+    out: Any,
+    *,
+    norm: Norm | None = None,
+    bias: Any = None,
+    gate: Gate = Gate.NONE,
+    accumulate: bool = False,
+) -> Any:
+    """`linear` into out, which is returned; arguments are its."""
+    size = linear_scratch(device.target, x.shape[0], weights, x.dtype, norm is not None, bool(gate))
+    scratch = batch.workspace.array("linear_scratch", (size,), np.float16) if size else None
+    linear(device, x, weights, out, norm=norm, bias=bias, gate=gate, accumulate=accumulate, scratch=scratch)
     return out

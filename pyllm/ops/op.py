@@ -35,6 +35,7 @@ class KernelLaunch:
         args: device arrays and NumPy scalars, in the order of the kernel's parameters; the types must fit exactly.
         defines: compile-time constants; the same source is compiled once for each set of them.
         shared_bytes: dynamic shared memory.
+        arch: compile for exactly this architecture, whose code runs on no other ("sm_90a"); "": for the target's.
     """
 
     source: str
@@ -44,22 +45,25 @@ class KernelLaunch:
     args: tuple[Any, ...]
     defines: Mapping[str, int] = field(default_factory=dict)
     shared_bytes: int = 0
+    arch: str = ""
 
 
 @dataclass(frozen=True)
 class GemmLaunch:
-    """One product by the vendor's library: out[:, first_column : first_column + rows of b] = a @ b.T.
+    """One product by the vendor's library: out[:, first_column : first_column + rows of b] = a @ b.T, or += it.
 
     Attributes:
         a: [m, k] float16.
         b: [n, k] float16.
-        out: [m, columns] float32; sums in float32.
+        out: [m, columns] float32 or float16; sums in float32.
+        accumulate: add to out.
     """
 
     a: Any
     b: Any
     out: Any
     first_column: int
+    accumulate: bool = False
 
 
 @dataclass(frozen=True)

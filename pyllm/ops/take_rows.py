@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllm.ops.check import check_array
+from pyllm.ops.check import check_array, require
 from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ def take_rows_ref(x: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
 
 
 def plan_take_rows(target: Target, x: Any, ids: Any, out: Any) -> list[KernelLaunch]:
-    args = (x, ids, out, np.int32(x.shape[1]))
+    require(x.shape[1] * x.itemsize % 4 == 0, "take_rows", f"rows of {x.shape[1]} elements are no whole words")
+    words = x.view(np.uint32)
+    args = (words, ids, out.view(np.uint32), np.int32(words.shape[1]))
     return [KernelLaunch("take_rows", "take_rows", (ids.shape[0],), (256,), args)]
 
 
@@ -29,14 +31,14 @@ def take_rows(device: Device, x: Any, ids: Any, out: Any) -> None:
     """out[i] = x[ids[i]].
 
     Args:
-        x: [num_tokens, hidden_size] float32.
+        x: [num_tokens, hidden_size] float32 or float16; rows are multiples of 4 bytes.
         ids: [n] int32, each in 0..num_tokens-1.
-        out: [n, hidden_size] float32; must not overlap x.
+        out: [n, hidden_size], as x; must not overlap x.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
     """
-    check_array("take_rows", "x", x, (None, None), ("float32",))
+    check_array("take_rows", "x", x, (None, None), ("float32", "float16"))
     check_array("take_rows", "ids", ids, (None,), ("int32",))
-    check_array("take_rows", "out", out, (ids.shape[0], x.shape[1]), ("float32",))
+    check_array("take_rows", "out", out, (ids.shape[0], x.shape[1]), (x.dtype.name,))
     device.launch(TAKE_ROWS, x, ids, out)

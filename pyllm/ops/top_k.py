@@ -12,7 +12,8 @@ from pyllm.ops.op import KernelLaunch, Op, Target
 if TYPE_CHECKING:
     from pyllm.device import Device
 
-PART = 2048  # columns that one block of the kernel sorts
+KEYS = 16  # of a thread of the kernel
+PART = 512 * KEYS  # columns from which one of its blocks chooses
 
 
 def top_k_ref(
@@ -50,7 +51,7 @@ def plan_top_k(
             stop = start + rows * parts * k
             found_values, found_ids, start = flat_values[start:stop], flat_ids[start:stop], stop
         args = (source, names, found_values, found_ids, np.int64(columns))
-        defines = {"TOP": k, "SORT": PART, "HAS_IDS": int(bool(launches))}
+        defines = {"TOP": k, "KEYS": KEYS, "HAS_IDS": int(bool(launches))}
         launches.append(KernelLaunch("top_k", "top_k", (rows, parts), (512,), args, defines))
         if parts == 1:
             return launches

@@ -46,7 +46,7 @@ def test_it_runs_a_kernel_of_an_op() -> None:
     x = np.random.default_rng(0).standard_normal((5, 97)).astype(np.float32)
     weight = np.linspace(0.5, 2, 97, dtype=np.float32)
     out = device.empty(x.shape, np.float32)
-    device.launch(RMS_NORM, device.upload(x), device.upload(weight), 1e-5, out, None)
+    device.launch(RMS_NORM, device.upload(x), device.upload(weight), 1e-5, out, False)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(device.download(out), expected, rtol=1e-6)
     device.close()

@@ -13,7 +13,7 @@ from pyllm.kernel_cases import random_weight
 from pyllm.ops.add import add
 from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows
-from pyllm.ops.mul_mat import MAX_VEC_TOKENS, mul_mat, scratch_size
+from pyllm.ops.mul_mat import mul_mat, scratch_size
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.silu_mul import silu_mul
 from pyllm.ops.softcap import softcap
@@ -48,9 +48,9 @@ def multiply(device: Device, x: Any, weight: Weight, out: Any) -> None:
 
 
 def plain_product(device: Device, x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """x @ values.T as a plain implementation computes it: in float32; on devices with kernels, operands of many tokens
-    are rounded to f16 for the matrix instructions."""
-    if device.target is not None and len(x) > MAX_VEC_TOKENS:
+    """x @ values.T as a plain implementation computes it: in float32; on devices with kernels, operands are rounded to
+    f16 for the matrix instructions."""
+    if device.target is not None:
         x, values = (array.astype(np.float16).astype(np.float32) for array in (x, values))
     return np.array([[np.add.reduce(row * column) for column in values] for row in x])
 
@@ -76,9 +76,11 @@ def test_mul_mat_sizes(device: Device, size: int) -> None:
     check_against_float64(device.download(out), exact, plain_product(device, x, values), floor=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("scale", [1e-12, 2.0**-8, 2.0**8, 1e12])
 @pytest.mark.parametrize("num_tokens", [1, 8])
-def test_mul_mat_of_tiny_and_huge_values(device: Device, num_tokens: int, scale: float) -> None:
+def test_mul_mat_of_small_and_large_values(device: Device, num_tokens: int, scale: float) -> None:
+    if device.target is not None and not 1e-4 < scale < 1e4:
+        pytest.skip("kernels round activations to float16, which does not hold such values")
     weight, values = weight_on(device, QuantType.Q8_0, 33, 512)
     x = random((num_tokens, 512)) * np.float32(scale)
     out = device.empty((num_tokens, 33), np.float32)
@@ -153,14 +155,28 @@ def test_rms_norm(device: Device, size: int, scale: float) -> None:
     check_against_float64(device.download(out), exact, plain)
 
 
-def test_rms_norm_adds_the_residual_first(device: Device) -> None:
-    x, delta, weight = random((5, 65), 4), random((5, 65), 5), random((65,), 6)
-    x_device, out = on_device(device, x), device.empty(x.shape, np.float32)
-    rms_norm(device, x_device, on_device(device, weight), 1e-6, out, on_device(device, delta))
-    total = x + delta
-    assert (device.download(x_device) == total).all()
-    exact = total / np.sqrt((total.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6) * weight
-    assert np.abs(device.download(out) - exact).max() < 1e-5
+@pytest.mark.parametrize("size", [65, 128])
+def test_rms_norm_adds_to_its_output(device: Device, size: int) -> None:
+    x, total, weight = random((5, size), 4), random((5, size), 5), random((size,), 6)
+    out = on_device(device, total)
+    rms_norm(device, on_device(device, x), on_device(device, weight), 1e-6, out, accumulate=True)
+    norm = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6) * weight
+    assert np.abs(device.download(out) - (total + norm)).max() < 1e-5
+
+
+@pytest.mark.parametrize("size", [65, 128])
+def test_rms_norm_rounds_once_to_float16(device: Device, size: int) -> None:
+    x, weight = random((5, size), 4), random((size,), 6)
+    weight[3] = 1e9
+    out = device.empty(x.shape, np.float16)
+    rms_norm(device, on_device(device, x), on_device(device, weight), 1e-6, out)
+    exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6) * weight
+    found = device.download(out).astype(np.float64)
+    limits = np.clip(exact, -65504, 65504)
+    if device.target is not None:  # the host's float16 becomes infinite; kernels saturate
+        assert np.abs(found[:, 3]).max() == 65504
+    rest = np.arange(size) != 3
+    assert np.abs((found - limits) / limits)[:, rest].max() < 2.0**-10
 
 
 def test_rms_norm_of_heads_in_place(device: Device) -> None:
@@ -254,5 +270,5 @@ def test_wrong_arguments_are_named(device: Device) -> None:
         rms_norm(device, x, device.empty((8,), np.float64), 1e-6, x)
     with pytest.raises(ShapeError, match="silu_mul: up is not C-contiguous"):
         silu_mul(device, out, device.empty((4, 2), np.float32).T, out)
-    with pytest.raises(ShapeError, match="must not be x"):
-        rms_norm(device, x, device.empty((8,), np.float32), 1e-6, x, delta=device.empty((2, 8), np.float32))
+    with pytest.raises(ShapeError, match="rms_norm: out is float16, expected float32"):
+        rms_norm(device, x, device.empty((8,), np.float32), 1e-6, device.empty((2, 8), np.float16), accumulate=True)

@@ -97,7 +97,7 @@ def test_a_workspace_that_cannot_grow_keeps_what_it_has() -> None:
             buffers = [(b.ctypes.data, b.ctypes.data + b.nbytes) for b in llm._executor.workspace._buffers.values()]
             buffers.sort()
             assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(buffers))
-        assert failures > 10
+        assert failures > 5
 
 
 def test_a_page_with_two_owners_is_caught_by_its_tags() -> None:

@@ -1,0 +1,277 @@
+"""Which kernels multiply activations with packed weights: what the plans of mul_mat and linear have in common.
+
+Three ways, chosen by shapes and target alone:
+
+* few tokens: `mul_mat_thin` reads the packed weights once, of up to three matrices in one launch; it can normalise its
+  input and put a gate behind its products;
+* more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies;
+* large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count, groupby
+from typing import Any
+
+import numpy as np
+
+from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
+from pyllm.ops.product_tile import tile_launch
+from pyllm.quants import FORMATS, QuantType
+from pyllm.weight import Weight
+
+THIN_TOKENS = 32  # up to here the time of a product is that of reading the weights
+THIN_MATRICES = 3  # of one launch
+FUSED_NORM_TOKENS = 2  # up to here every block may normalise the whole input for itself
+FUSED_NORM_BYTES = 48 << 10
+UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
+STAGES = 2  # units on their way to a warp
+
+LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost
+LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
+
+
+class Gate(IntEnum):
+    """What becomes of the products of two matrices; GATE in mul_mat_thin."""
+
+    NONE = 0
+    SILU = 1
+    GELU = 2
+
+
+class Output(IntEnum):
+    """How products leave a kernel; OUTPUT in kernels."""
+
+    F32 = 0
+    F16 = 1
+    ADD = 2
+
+    @classmethod
+    def of(cls, out: Any, accumulate: bool) -> Output:
+        """That of an output array."""
+        if accumulate:
+            return cls.ADD
+        return cls.F16 if out.dtype == np.float16 else cls.F32
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm before a product.
+
+    Attributes:
+        weight: [in_features] float32.
+        eps: dimensionless, inside the square root.
+    """
+
+    weight: Any
+    eps: float
+
+
+@dataclass(frozen=True)
+class Products:
+    """x times several matrices, side by side in out.
+
+    Attributes:
+        x: [num_tokens, in_features] float32 or float16.
+        weights: matrices with rows of in_features.
+        out: [num_tokens, sum of rows] float32 or float16.
+        accumulate: add to out (float32).
+        bias: [sum of rows] float32, or None.
+        norm: applied to x first; few tokens only (`fuses_norm`).
+        gate: over the products of two matrices, which are then as wide as out; few tokens only.
+    """
+
+    x: Any
+    weights: Sequence[Weight]
+    out: Any
+    accumulate: bool = False
+    bias: Any = None
+    norm: Norm | None = None
+    gate: Gate = Gate.NONE
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.x.shape[0])
+
+    @property
+    def k(self) -> int:
+        return int(self.x.shape[1])
+
+
+def is_thin(num_tokens: int) -> bool:
+    """Whether the kernel for few tokens is taken."""
+    return num_tokens <= THIN_TOKENS
+
+
+def fuses_norm(num_tokens: int, k: int) -> bool:
+    """Whether that kernel normalises its input itself."""
+    return num_tokens <= FUSED_NORM_TOKENS and 2 * FUSED_NORM_TOKENS * k <= FUSED_NORM_BYTES
+
+
+def fuses_gate(num_tokens: int, weights: Sequence[Weight]) -> bool:
+    """Whether that kernel puts the gate behind its products."""
+    return is_thin(num_tokens) and weights[0].qtype == weights[1].qtype
+
+
+def plan_products(target: Target, products: Products, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
+    """All launches; a bias is a part of them for few tokens only (`bias_launch`)."""
+    if is_thin(products.num_tokens):
+        return list(_thin_launches(target, products))
+    launches: list[KernelLaunch | GemmLaunch] = []
+    column = 0
+    for weight in products.weights:
+        if uses_library(target, products.num_tokens, weight):
+            launches += _library_launches(products, weight, column, scratch)
+        else:
+            out = products.out.reshape(-1)[column:]
+            output = Output.of(out, products.accumulate)
+            launches.append(tile_launch(target, products.x, weight, out, products.out.shape[1], int(output)))
+        column += weight.shape[0]
+    return launches
+
+
+def _thin_launches(target: Target, products: Products) -> Sequence[KernelLaunch]:
+    """One launch for neighbours of one block type."""
+    launches, column = [], 0
+    for _, group in groupby(products.weights, key=lambda weight: weight.qtype):
+        weights = list(group)
+        for first in range(0, len(weights), THIN_MATRICES):
+            some = weights[first : first + THIN_MATRICES]
+            launches.append(_thin_launch(target, products, some, column))
+            column += sum(weight.shape[0] for weight in some)
+    return launches
+
+
+def _thin_launch(target: Target, products: Products, weights: Sequence[Weight], column: int) -> KernelLaunch:
+    x, num_tokens, k, out = products.x, products.num_tokens, products.k, products.out
+    bias, norm, first = products.bias, products.norm, weights[0]
+    tokens = next(size for size in (2, 8, 16, 32) if size >= num_tokens)
+    spare = THIN_MATRICES - len(weights)
+    rows = [weight.shape[0] for weight in weights] + [0] * spare
+    packed = [weight.array for weight in weights] + [first.array] * spare
+    tiles = -(-rows[0] // 16) if products.gate else sum(-(-n // 16) for n in rows)
+    staging = Staging.of(target, first, 2 if products.gate else 1)
+    defines = {
+        "QTYPE": int(first.qtype),
+        "TOKENS": tokens,
+        "X_F16": int(x.dtype == np.float16),
+        "NORM": int(norm is not None),
+        "OUTPUT": int(Output.of(out, products.accumulate)),
+        "GATE": int(products.gate),
+        "BIAS": int(bias is not None),
+        "THREADS": staging.threads,
+        "UNIT_K": staging.unit_k,
+        "UNIT_BYTES": staging.unit_bytes,
+        "STAGES": staging.stages,
+        "ALIGNED": int(staging.aligned),
+        "FULL": int(k % staging.unit_k == 0),
+    }
+    args = (
+        x,
+        first.array if norm is None else norm.weight,
+        *packed,
+        first.array if bias is None else bias[column:],
+        out.reshape(-1)[column:],  # the kernel counts columns from the first of its own
+        np.int64(first.row_bytes),
+        np.float32(0 if norm is None else norm.eps),
+        *map(np.int32, (*rows, num_tokens, out.shape[1], k)),
+    )
+    shared = staging.shared_bytes(target, tokens) + (2 * num_tokens * k if norm is not None else 0)
+    grid = (tiles, -(-num_tokens // tokens))
+    return KernelLaunch("mul_mat_thin", "mul_mat_thin", grid, (staging.threads,), args, defines, shared)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How `mul_mat_thin` cuts up rows.
+
+    Attributes:
+        threads: of a block.
+        unit_k, unit_bytes: what a warp works on at a time.
+        stages: units on their way into shared memory; 0: rows are read in place.
+        aligned: units begin at multiples of 16 bytes.
+    """
+
+    threads: int
+    unit_k: int
+    unit_bytes: int
+    stages: int
+    aligned: bool
+
+    @classmethod
+    def of(cls, target: Target, weight: Weight, matrices: int) -> Staging:
+        """For rows like those of a weight, `matrices` of which share the warps of a block."""
+        block = FORMATS[weight.qtype]
+        k = weight.shape[-1]
+        threads = 256 if target.vendor == "cuda" else 128
+        if block.block_size == 1:
+            return cls(threads, 32, 32 * block.block_bytes, 0, True)
+        if weight.qtype == QuantType.Q4_K:  # aligned, and decoded block by block: shared memory would be a detour
+            return cls(threads, 256, block.block_bytes, 0, True)
+        # Short rows in small units, so that all warps have some.
+        workers = threads // target.warp_size // matrices
+        unit_k = max(64, block.block_size)
+        while unit_k < UNIT_K and k >= 2 * unit_k * workers:
+            unit_k *= 2
+        unit_bytes = unit_k // block.block_size * block.block_bytes
+        return cls(threads, unit_k, unit_bytes, STAGES, unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0)
+
+    def shared_bytes(self, target: Target, tokens: int) -> int:
+        """Dynamic shared memory: the stages, or the partial sums of the warps where those are more."""
+        pieces = -(-(self.unit_bytes + (0 if self.aligned else 15)) // 16)
+        pitch = next(size for size in count(16 * pieces, 16) if size % 128 in (32, 96))
+        warps = self.threads // target.warp_size
+        return max(warps * self.stages * 16 * pitch, warps * max(tokens, 16) * 16 * 4)
+
+
+def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool:
+    """Where decoding the weights to float16 and calling the library's product was measured to be faster than tiles:
+    on NVIDIA, for products that outweigh two launches more. See BENCHMARKS.md."""
+    n, k = weight.shape
+    return (
+        target is not None
+        and target.vendor == "cuda"
+        and not is_thin(num_tokens)
+        and num_tokens * n * k >= LIBRARY_WORK
+    )
+
+
+def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[Weight], x_dtype: Any) -> int:
+    """float16 elements of scratch that the launches need."""
+    sizes = [0]
+    for weight in weights:
+        n, k = weight.shape
+        if uses_library(target, num_tokens, weight):
+            narrow = 0 if x_dtype == np.float16 else num_tokens
+            sizes.append((narrow + min(n, _rows_at_once(k))) * k)
+    return max(sizes)
+
+
+def _rows_at_once(k: int) -> int:
+    return max(1, LIBRARY_SCRATCH // k)
+
+
+def _library_launches(products: Products, weight: Weight, column: int, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
+    """x and the weight as float16, the weight in pieces that fit into the scratch."""
+    x, num_tokens, (n, k) = products.x, products.num_tokens, weight.shape
+    launches: list[KernelLaunch | GemmLaunch] = []
+    if x.dtype != np.float16:
+        narrow = scratch[: num_tokens * k].reshape(num_tokens, k)
+        launches.append(decode_launch(x, QuantType.F32, 4 * k, narrow))
+        x, scratch = narrow, scratch[num_tokens * k :]
+    for first in range(0, n, _rows_at_once(k)):
+        rows = min(n - first, _rows_at_once(k))
+        decoded = scratch[: rows * k].reshape(rows, k)
+        launches.append(decode_launch(weight.array[first : first + rows], weight.qtype, weight.row_bytes, decoded))
+        launches.append(GemmLaunch(x, decoded, products.out, column + first, products.accumulate))
+    return launches
+
+
+def decode_launch(packed: Any, qtype: QuantType, row_bytes: int, out: Any) -> KernelLaunch:
+    """Packed rows as float16 [rows, k]."""
+    rows, k = out.shape
+    args = (packed, out, np.int64(row_bytes), np.int32(k))
+    return KernelLaunch("decode_rows", "decode_rows", (-(-k // 1024), rows), (128,), args, {"QTYPE": int(qtype)})
