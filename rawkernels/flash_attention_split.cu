@@ -6,9 +6,10 @@
 //           parts [S * TOKENS,heads,splits,HEAD_DIM + 2] f32: sums, then highest score and total weight
 //           counters [S * chunks] i32: zero before and after the launch
 // Launch    grid (splits, kv_heads * ceil(group / HEADS) = chunks, S), block (WARPS * WARP_SIZE). A block has HEADS query
-//           heads of one kv head and up to TOKENS tokens. Blocks of sequences with more tokens, and blocks for which a
-//           sequence is too short, do nothing
-// Shared    dynamic: for each warp STAGES slices of K and V; behind the loop, sums of all warps
+//           heads of one kv head and up to TOKENS tokens. Blocks of sequences with more tokens do nothing, nor do those for which
+//           there would be less than least_rows rows
+// Shared    dynamic: for each warp STAGES slices of K and V, and tiles of one if rows are not stored as f16; behind the
+//           loop, sums of all warps
 // Sync      a warp takes every n-th slice of KEYS rows; copies of the next slices run ahead of the one it works on. Warps
 //           meet behind the loop. Each block of a chunk then fences its parts and counts; who counts last combines them in
 //           the order of splits and resets the counter
@@ -17,6 +18,7 @@
 //           the same way. Without it as in flash_attention. A row with a foreign tag is absent: its K and V are zero and its
 //           score is -infinity
 // Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, HEADS, TOKENS, EXACT, KEYS (16 or 32), STAGES, WARPS
+// SharedLimit   sm_90=232448 sm_80=166912
 // Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 HEADS=3 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4;
 //           KV_TYPE=1 HEAD_DIM=64,128 IO_F16=0,1 HAS_SOFTCAP=0,1 HEADS=4 TOKENS=1 EXACT=1 KEYS=32 STAGES=3 WARPS=4;
 //           KV_TYPE=1 HEAD_DIM=80,96 IO_F16=1 HAS_SOFTCAP=0 HEADS=16 TOKENS=1 EXACT=1 KEYS=16 STAGES=2 WARPS=4;
@@ -35,52 +37,85 @@
 #define PIECES (HEAD_DIM / KV_PIECE)
 #define TERMS (KV_TYPE == 0 && EXACT ? 2 : 1)  // f16 numbers whose sum is an element of K or V
 #define TILE_SIZE (KEYS * LD)
-#define STAGE_SIZE (2 * TERMS * TILE_SIZE)  // K, V, then what their rounding left
+#define TILES_SIZE (2 * TERMS * TILE_SIZE)  // K, V, then what their rounding left
+// What is copied of a row of K or V: the head's elements or codes, then the 16-byte pieces in which its scales lie.
+#define CODE_BYTES (HEAD_DIM * 16 / KV_PIECE * (KV_TYPE == 0 ? 2 : 1))
+#define SCALE_BYTES (KV_QUANTISED ? HEAD_DIM / KV_BLOCK * 2 : 0)
+#define SCALE_PIECES (!KV_QUANTISED ? 0 : SCALE_BYTES <= 16 && 16 % SCALE_BYTES == 0 ? 1 : 2)
+#define RAW_ROW (CODE_BYTES + 16 * SCALE_PIECES)
+#define RAW_PIECES (RAW_ROW / 16)
+// A slice in flight: tiles of f16 if that is how rows are stored, else as they are stored.
+#define STAGE_BYTES (KV_TYPE == 1 ? 2 * TILES_SIZE : 2 * KEYS * RAW_ROW)
+#define WARP_BYTES (STAGES * STAGE_BYTES + (KV_TYPE == 1 ? 0 : 2 * TILES_SIZE))
 #define PART (HEAD_DIM + 2)
-#define MOST_SLICES 2  // of a warp, while a sequence has only one block: putting parts together takes its time
 
-// Begins the copies of one slice, or makes them where rows have to be converted. Rows that are not wanted keep what was there.
-DEVICE void fetch_slice(f16* stage, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache, i32 my_row, i32 width,
+// Begins the copies of one slice. Rows that are not wanted keep what was there.
+DEVICE void fetch_slice(u8* stage, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache, i32 my_row, i32 width,
                         i32 row_size, i32 first) {
 #pragma unroll
-    for (i32 i = LANE(); i < (KEYS * PIECES + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
-        const i32 key = i / PIECES;
-        const i32 d = i % PIECES * KV_PIECE;
+    for (i32 i = LANE(); i < (KEYS * RAW_PIECES + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
+        const i32 key = i / RAW_PIECES;
+        const i32 piece = i % RAW_PIECES;
         const i32 row = shfl(my_row, key);
-        if (i >= KEYS * PIECES || row < 0) continue;
-        f16* const target = stage + key * LD + d;
+        if (i >= KEYS * RAW_PIECES || row < 0) continue;
         const i64 offset = static_cast<i64>(row) * row_size;
 #if KV_TYPE == 1
-        async_copy16(target, k_cache + offset + first + d);
-        async_copy16(target + TILE_SIZE, v_cache + offset + first + d);
+        f16* const target = reinterpret_cast<f16*>(stage) + key * LD + 8 * piece;
+        async_copy16(target, k_cache + offset + first + 8 * piece);
+        async_copy16(target + TILE_SIZE, v_cache + offset + first + 8 * piece);
 #else
-        u32 keys[KV_PIECE / 2];
-        u32 values[KV_PIECE / 2];
-        kv_load_piece(k_cache + offset, width, first + d, keys);
-        kv_load_piece(v_cache + offset, width, first + d, values);
-#pragma unroll
-        for (int j = 0; j < KV_PIECE / 2; j += 4) {
-            store16(target + 2 * j, u32x4{keys[j], keys[j + 1], keys[j + 2], keys[j + 3]});
-            store16(target + TILE_SIZE + 2 * j, u32x4{values[j], values[j + 1], values[j + 2], values[j + 3]});
+        u8* const target = stage + key * RAW_ROW + 16 * piece;
+        i32 place = first * (CODE_BYTES / 16) / (HEAD_DIM / 16) + 16 * piece;
+#if KV_QUANTISED
+        if (16 * piece >= CODE_BYTES) {
+            const i32 scales = kv_code_bytes(width) + first / KV_BLOCK * 2;
+            place = scales / 16 * 16 + 16 * piece - CODE_BYTES;
+            if (place >= scales + SCALE_BYTES) continue;
         }
-#if KV_TYPE == 0 && EXACT
-        kv_load_rest(k_cache + offset, width, first + d, keys);
-        kv_load_rest(v_cache + offset, width, first + d, values);
-        store16(target + 2 * TILE_SIZE, u32x4{keys[0], keys[1], keys[2], keys[3]});
-        store16(target + 3 * TILE_SIZE, u32x4{values[0], values[1], values[2], values[3]});
 #endif
+        async_copy16(target, reinterpret_cast<const u8*>(k_cache + offset) + place);
+        async_copy16(target + KEYS * RAW_ROW, reinterpret_cast<const u8*>(v_cache + offset) + place);
 #endif
     }
     async_commit();
 }
 
+#if KV_TYPE == 1
 // The rows whose bits are set become zeros.
-DEVICE void clear_rows(f16* stage, u32 missing) {
-    for (i32 i = LANE(); i < 2 * TERMS * KEYS * (HEAD_DIM / 8); i += WARP_SIZE) {
+DEVICE void clear_rows(f16* tiles, u32 missing) {
+    for (i32 i = LANE(); i < 2 * KEYS * (HEAD_DIM / 8); i += WARP_SIZE) {
         const i32 row = i / (HEAD_DIM / 8);
-        if (missing >> row % KEYS & 1) store16(stage + row * LD + i % (HEAD_DIM / 8) * 8, u32x4{0, 0, 0, 0});
+        if (missing >> row % KEYS & 1) store16(tiles + row * LD + i % (HEAD_DIM / 8) * 8, u32x4{0, 0, 0, 0});
     }
 }
+#else
+// A slice as tiles of f16; the rows whose bits are set as zeros.
+DEVICE void unpack_slice(f16* tiles, const u8* stage, u32 missing, i32 width, i32 first) {
+    for (i32 i = LANE(); i < 2 * KEYS * PIECES; i += WARP_SIZE) {
+        const i32 row = i / PIECES;  // of K, then of V
+        const i32 d = i % PIECES * KV_PIECE;
+        const u8* const source = stage + row * RAW_ROW;
+        const u8* const codes = source + i % PIECES * (CODE_BYTES / PIECES);
+        f16* const target = tiles + row * LD + d;
+        const bool own = !(missing >> row % KEYS & 1);
+        u16 scale = 0;
+#if KV_QUANTISED
+        const i32 scales = (kv_code_bytes(width) + first / KV_BLOCK * 2) % 16;
+        scale = *reinterpret_cast<const u16*>(source + CODE_BYTES + scales + d / KV_BLOCK * 2);
+#endif
+        u32 pairs[KV_PIECE / 2];
+        kv_unpack_piece(codes, scale, pairs);
+#pragma unroll
+        for (int j = 0; j < KV_PIECE / 2; j += 4) {
+            store16(target + 2 * j, own ? u32x4{pairs[j], pairs[j + 1], pairs[j + 2], pairs[j + 3]} : u32x4{0, 0, 0, 0});
+        }
+#if KV_TYPE == 0 && EXACT
+        kv_unpack_rest(codes, pairs);
+        store16(target + 2 * TILE_SIZE, own ? u32x4{pairs[0], pairs[1], pairs[2], pairs[3]} : u32x4{0, 0, 0, 0});
+#endif
+    }
+}
+#endif
 
 KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRICT k_cache,
                                       const kv_t* RESTRICT v_cache, const u32* RESTRICT tags,
@@ -88,8 +123,9 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                                       const i32* RESTRICT seq_ids, const i32* RESTRICT page_table,
                                       const u32* RESTRICT page_epochs, i32* record, float* parts, i32* counters,
                                       io_t* RESTRICT out, float scale, float softcap, float factor, i32 window,
-                                      i32 kv_heads, i32 group, i32 row_size, i32 max_pages, i32 page_size, i32 layer) {
-    DYNAMIC_SHARED(f16, stages);
+                                      i32 kv_heads, i32 group, i32 row_size, i32 max_pages, i32 page_size, i32 layer,
+                                      i32 least_rows) {
+    DYNAMIC_SHARED(u8, dynamic);
     SHARED f16 q_tile[TILES * 16 * LD];
     SHARED float peak_of[WARPS][ALL_ROWS];
     SHARED float total_of[WARPS][ALL_ROWS];
@@ -120,14 +156,16 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 
     const i32 first_position = stop - num_tokens;
     const i32 start = window > 0 && first_position - window + 1 > 0 ? first_position - window + 1 : 0;
-    const i32 num_slices = (stop - start + KEYS - 1) / KEYS;
-    const i32 wanted = num_slices <= WARPS * MOST_SLICES ? 1 : (num_slices + WARPS - 1) / WARPS;
+    // A block works on WARPS * KEYS rows at a time. Putting parts together takes as long as doing so once more.
+    const i32 num_rows = stop - start;
+    const i32 per_block = least_rows > WARPS * KEYS ? least_rows : WARPS * KEYS;
+    const i32 wanted = num_rows <= 2 * per_block ? 1 : (num_rows + per_block - 1) / per_block;
     const i32 num_blocks = wanted < static_cast<i32>(gridDim.x) ? wanted : gridDim.x;
     if (block >= num_blocks) return;
     const i32 stride = num_blocks * WARPS * KEYS;
     const i32 my_start = start + guess;
     const i32 my_stop = lane < KEYS ? stop : 0;
-    f16* const my_stages = stages + warp * STAGES * STAGE_SIZE;
+    u8* const my_stages = dynamic + warp * WARP_BYTES;
 
     // Slices in flight: index 0 is worked on next. Their tags are looked at when they are worked on.
     Row rows[STAGES];
@@ -143,7 +181,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         found[s] = rows[s].index >= 0 ? tags[rows[s].index] : 0;
-        fetch_slice(my_stages + s * STAGE_SIZE, k_cache, v_cache, rows[s].index, width, row_size, kv_head * HEAD_DIM);
+        fetch_slice(my_stages + s * STAGE_BYTES, k_cache, v_cache, rows[s].index, width, row_size, kv_head * HEAD_DIM);
     }
     Row next = find_row(pages, epochs, my_start + (STAGES - 1) * stride, my_stop, page_size);
 
@@ -182,20 +220,27 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
         const i32 ahead = base + lane + (STAGES - 1) * stride;
         rows[STAGES - 1] = next;
         found[STAGES - 1] = next.index >= 0 ? tags[next.index] : 0;
-        fetch_slice(my_stages + slot_ahead * STAGE_SIZE, k_cache, v_cache, next.index, width, row_size, kv_head * HEAD_DIM);
+        fetch_slice(my_stages + slot_ahead * STAGE_BYTES, k_cache, v_cache, next.index, width, row_size, kv_head * HEAD_DIM);
         next = find_row(pages, epochs, ahead + stride, my_stop, page_size);
         async_wait<STAGES - 1>();
-        f16* const stage = my_stages + slot_now * STAGE_SIZE;
+        u8* const stage = my_stages + slot_now * STAGE_BYTES;
         const bool own = rows[0].index >= 0 && found[0] == rows[0].expected;
         if (rows[0].index >= 0 && !own && blockIdx.y == 0) {
             report_tag(record, seq_ids[seq], layer, rows[0], base + lane, page_size, found[0]);
         }
         const u32 missing = static_cast<u32>(ballot(lane < KEYS && !own));
         WARP_BARRIER();
+#if KV_TYPE == 1
+        f16* const tiles = reinterpret_cast<f16*>(stage);
         if (missing) {
-            clear_rows(stage, missing);
+            clear_rows(tiles, missing);
             WARP_BARRIER();
         }
+#else
+        f16* const tiles = reinterpret_cast<f16*>(my_stages + STAGES * STAGE_BYTES);
+        unpack_slice(tiles, stage, missing, width, kv_head * HEAD_DIM);
+        WARP_BARRIER();
+#endif
         FragC score[TILES][KEY_TILES];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
@@ -212,7 +257,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
                 for (int term = 0; term < TERMS; term++) {
                     FragB keys;
-                    tile_load_b(keys, stage + 2 * term * TILE_SIZE + 16 * n * LD + 16 * d, LD);
+                    tile_load_b(keys, tiles + 2 * term * TILE_SIZE + 16 * n * LD + 16 * d, LD);
 #pragma unroll
                     for (int m = 0; m < TILES; m++) tile_mma(score[m][n], query[m], keys);
                 }
@@ -279,7 +324,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
                 for (int term = 0; term < TERMS; term++) {
                     FragB values;
-                    tile_load_b_rows(values, stage + (2 * term + 1) * TILE_SIZE + 16 * n * LD + 16 * d, LD);
+                    tile_load_b_rows(values, tiles + (2 * term + 1) * TILE_SIZE + 16 * n * LD + 16 * d, LD);
 #pragma unroll
                     for (int m = 0; m < TILES; m++) tile_mma(sum[m][d], weights[m], values);
                 }
@@ -312,7 +357,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
     }
     async_wait<0>();
     BARRIER();
-    float* const merged = reinterpret_cast<float*>(stages);  // [WARPS][ALL_ROWS][HEAD_DIM]
+    float* const merged = reinterpret_cast<float*>(dynamic);  // [WARPS][ALL_ROWS][HEAD_DIM]
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
 #pragma unroll
@@ -365,29 +410,28 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
     if (!is_last) return;  // the whole block
     DEVICE_FENCE();
     if (threadIdx.x == 0) *counter = 0;
-    float* const peaks = merged;                         // [ROWS][num_blocks], then their shares
-    float* const totals = merged + ROWS * num_blocks;  // likewise
-    const volatile float* const theirs = parts;  // written by other blocks while this one ran
-    for (i32 i = threadIdx.x; i < ROWS * num_blocks; i += THREADS) {
-        const i32 row = i / num_blocks;
+    float* const shares = merged;                     // [ROWS][num_blocks]
+    float* const totals = merged + ROWS * num_blocks;  // [ROWS]
+    const volatile float* const theirs = parts;        // written by other blocks while this one ran
+    for (i32 row = warp; row < ROWS; row += WARPS) {
         const i32 t = row / HEADS;
         const i32 head = row % HEADS;
         const bool exists = t < num_tokens && head < num_heads;
-        const i64 part = (((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits + i % num_blocks) * PART;
-        peaks[i] = exists ? theirs[part + HEAD_DIM] : -INFINITY_F;
-        totals[i] = exists ? theirs[part + HEAD_DIM + 1] : 0;
-    }
-    BARRIER();
-    for (i32 row = threadIdx.x; row < ROWS; row += THREADS) {
+        const i64 part = ((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits * PART + HEAD_DIM;
         float highest = -INFINITY_F;
-        float whole = 0;
-        for (i32 s = 0; s < num_blocks; s++) highest = fmaxf(highest, peaks[row * num_blocks + s]);
-        for (i32 s = 0; s < num_blocks; s++) {
-            const float share = weight_of(peaks[row * num_blocks + s], factor, anchor_of(highest, factor));
-            whole += share * totals[row * num_blocks + s];
-            peaks[row * num_blocks + s] = share;
+        for (i32 s = lane; exists && s < num_blocks; s += WARP_SIZE) {
+            shares[row * num_blocks + s] = theirs[part + s * PART];
+            highest = fmaxf(highest, shares[row * num_blocks + s]);
         }
-        totals[row * num_blocks] = whole;
+        highest = warp_max(highest);
+        float whole = 0;
+        for (i32 s = lane; exists && s < num_blocks; s += WARP_SIZE) {
+            const float share = weight_of(shares[row * num_blocks + s], factor, anchor_of(highest, factor));
+            whole += share * theirs[part + s * PART + 1];
+            shares[row * num_blocks + s] = share;
+        }
+        whole = warp_sum(whole);
+        if (lane == 0) totals[row] = whole;
     }
     BARRIER();
     for (i32 i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
@@ -398,8 +442,9 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
         if (t >= num_tokens || head >= num_heads) continue;
         const i64 part = ((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits * PART + d;
         float value = 0;
-        for (i32 s = 0; s < num_blocks; s++) value += peaks[row * num_blocks + s] * theirs[part + s * PART];
-        const float whole = totals[row * num_blocks];
+#pragma unroll 8
+        for (i32 s = 0; s < num_blocks; s++) value += shares[row * num_blocks + s] * theirs[part + s * PART];
+        const float whole = totals[row];
         out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole > 0 ? value / whole : 0);
     }
 }

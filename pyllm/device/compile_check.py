@@ -98,7 +98,7 @@ def jobs_of(
                 if variant.is_for(target.arch):
                     wanted[name, tuple(sorted(variant.defines.items()))] = {}
         for launch in planned.get(target, ()):
-            if launch.source in names:
+            if launch.source in names and launch.arch in ("", target.arch):
                 dynamic = wanted.setdefault((launch.source, tuple(sorted(launch.defines.items()))), {})
                 dynamic[launch.entry] = max(launch.shared_bytes, dynamic.get(launch.entry, 0))
         jobs += [Job(name, target, dict(defines), dynamic) for (name, defines), dynamic in wanted.items()]
@@ -200,6 +200,10 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -
     targets = ALL_TARGETS if everything else TARGETS
     compilers = {"cuda": cuda_compiler(), "hip": hip_compiler()}
     planned = {target: planned_launches(target) for target in targets if target.arch != "sm_90a"} if everything else {}
+    for target in targets:
+        if target.arch == "sm_90a":  # what is planned on sm_90 for its further instructions
+            base = next(found for kind, found in planned.items() if kind.arch == "sm_90")
+            planned[target] = [launch for launch in base if launch.arch == "sm_90a"]
     jobs = jobs_of(names, targets, planned)
     headers = {name: read_header(name) for name in names}
     checker, failures = Checker(compilers, fresh), 0

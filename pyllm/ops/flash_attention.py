@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 # How the kernels cut up their work.
 MAX_FEW = 8  # tokens of a sequence that are few: its rows are worth splitting over blocks
-ROWS_PER_SPLIT = 256  # that are worth a block of their own
 TARGET_BLOCKS = 132  # fill a large card
-UNEVEN = 8  # several sequences get so many times the blocks, since some may be much longer than others
+LEAST_ROWS = 128  # that are worth a block of their own while blocks are too few to fill the card ...
+LEAST_ROWS_MORE = 4096  # ... and when they are not: one sequence may be much longer than the others
+MOST_MORE = 8 * TARGET_BLOCKS  # blocks, then
+SHORT = 2048  # rows that are read so fast that what happens before and after counts
 MAX_SPLITS = 64
 NUM_COUNTERS = 1 << 14  # of LayerCache.counters
+WGMMA_ROWS = 128  # of a block
+WGMMA_ALIGNMENT = 1024  # bytes
 STATIC_SHARED = 2 << 10  # bytes that the kernels need beside their tiles
 
 LOG2_E = 1.4426950408889634
@@ -56,12 +61,16 @@ class AttentionShape:
         longest: most tokens that one sequence has here.
         few: sequences with at most so many tokens have their rows split; 0 when there are none.
         splits: most parts into which the rows of such a sequence are cut. A short one is cut into fewer.
+        least_rows: rows that are worth a part.
+        short: whether all sequences are short.
     """
 
     num_seqs: int
     longest: int
     few: int
     splits: int
+    least_rows: int
+    short: bool
 
     @classmethod
     def of(cls, num_seqs: int, longest: int, most_rows: int, num_kv_heads: int) -> AttentionShape:
@@ -71,14 +80,13 @@ class AttentionShape:
             most_rows: rows of the longest sequence; an upper bound will do.
         """
         few = longest if longest <= MAX_FEW else int(num_seqs > 1)
-        if not few:
-            return cls(num_seqs, longest, 0, 0)
-        chunks = num_seqs * num_kv_heads
-        if chunks * MAX_SPLITS > NUM_COUNTERS:
-            return cls(num_seqs, longest, few, 1)
-        return cls(
-            num_seqs, longest, few, max(1, min(TARGET_BLOCKS // chunks, most_rows // ROWS_PER_SPLIT, MAX_SPLITS))
-        )
+        chunks, short = num_seqs * num_kv_heads, most_rows <= SHORT
+        if not few or chunks * MAX_SPLITS > NUM_COUNTERS:
+            return cls(num_seqs, longest, few, int(few > 0), LEAST_ROWS, short)
+        fill = min(TARGET_BLOCKS // chunks, -(-most_rows // LEAST_ROWS))
+        more = min(MOST_MORE // chunks, most_rows // LEAST_ROWS_MORE)
+        least_rows = LEAST_ROWS if fill >= more else LEAST_ROWS_MORE
+        return cls(num_seqs, longest, few, max(1, min(max(fill, more), MAX_SPLITS)), least_rows, short)
 
     def scratch_size(self, num_heads: int, head_dim: int) -> int:
         """float32 elements of scratch: for each split, sums, a maximum and a total."""
@@ -289,15 +297,26 @@ def plan_flash_attention(
     defines["HAS_SOFTCAP"] = int(params.softcap > 0)
     launches = []
     if shape.few:
-        split, shared = _split(target, kv_type, head_dim, group, 1 << (shape.few - 1).bit_length())
+        tokens = 1 << (shape.few - 1).bit_length()
+        split, shared = _split(target, kv_type, head_dim, group, tokens, shape.short)
         grid = (shape.splits, kv_heads * -(-group // split["HEADS"]), shape.num_seqs)
-        extents = map(np.int32, (kv_heads, group, *sizes))
+        extents = map(np.int32, (kv_heads, group, *sizes, shape.least_rows))
         lengths = (inputs.cu_seqlens, inputs.kv_lens)
         args = (*rows, *lengths, *tables, scratch, cache.counters, out, *numbers, *extents)
         block = (split["WARPS"] * target.warp_size,)
         source = "flash_attention_split"
         launches.append(KernelLaunch(source, source, grid, block, args, {**defines, **split}, shared))
-    if shape.longest > shape.few:
+    if shape.longest > shape.few and target.arch == "sm_90" and kv_type.name == "f16" and head_dim % 64 == 0:
+        pack = _divisor(group, min(group, WGMMA_ROWS // 2))
+        slice_keys = 128 if head_dim <= 128 else 64
+        grid = (num_heads // pack, -(-shape.longest // (WGMMA_ROWS // pack)), shape.num_seqs)
+        extents = map(np.int32, (kv_heads, *sizes, shape.few + 1))
+        args = (*rows, inputs.positions, inputs.cu_seqlens, *tables, out, *numbers, *extents)
+        defines |= {"PACK": pack, "SLICE": slice_keys}
+        shared = WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * slice_keys)
+        source = "flash_attention_wgmma"
+        launches.append(KernelLaunch(source, source, grid, (384,), args, defines, shared, "sm_90a"))
+    elif shape.longest > shape.few:
         tile = _tile(target, head_dim)
         pack = _divisor(group, min(group, tile.rows() // 2))
         grid = (num_heads // pack, -(-shape.longest // (tile.rows() // pack)), shape.num_seqs)
@@ -310,18 +329,20 @@ def plan_flash_attention(
     return launches
 
 
-def _split(target: Target, kv_type: KVType, head_dim: int, group: int, tokens: int) -> tuple[dict[str, int], int]:
+def _split(
+    target: Target, kv_type: KVType, head_dim: int, group: int, tokens: int, short: bool
+) -> tuple[dict[str, int], int]:
     """Compile-time extents of rawkernels/flash_attention_split.cu, and bytes of its dynamic shared memory."""
     exact = int(tokens == 1)
     most_rows = (8 if exact else 16) * (2 if head_dim <= 128 else 1)
-    heads = min(group, most_rows // tokens)
-    copies = kv_type.name == "f16" and target.vendor != "hip"  # K and V rows are copied in the background
-    split = {"HEADS": heads, "TOKENS": tokens, "EXACT": exact, "KEYS": 16 if head_dim > 64 else 32}
-    split["STAGES"] = 3 if copies else 1
-    terms = 2 if kv_type.name == "f32" and exact else 1
-    for warps in (8, 4, 2, 1):
-        split["WARPS"] = warps
-        shared = _split_shared_bytes(head_dim, split, terms)
+    split = {"HEADS": min(group, most_rows // tokens), "TOKENS": tokens, "EXACT": exact}
+    split["KEYS"] = 16 if head_dim > 64 or short else 32
+    ahead = (2,) if short else (3, 2)  # slices in flight; a few warps with several do more than many with one
+    sizes = [*itertools.product((8, 4, 2), ahead), *itertools.product((8, 4, 2, 1), (1,))]
+    if target.vendor == "hip":  # nothing is copied in the background there
+        sizes = [(warps, 1) for warps in (8, 4, 2, 1)]
+    for split["WARPS"], split["STAGES"] in sizes:
+        shared = _split_shared_bytes(kv_type, head_dim, split)
         if shared + _split_static_bytes(head_dim, split) <= _shared_limit(target):
             break
     return split, shared
@@ -337,10 +358,21 @@ def _split_static_bytes(head_dim: int, split: dict[str, int]) -> int:
     return 2 * tiles * 16 * (head_dim + 8) + 8 * split["WARPS"] * _split_rows(split)
 
 
-def _split_shared_bytes(head_dim: int, split: dict[str, int], terms: int) -> int:
-    """Slices of K and V; behind the loop all warps' sums, then the shares of all splits."""
-    stages = split["WARPS"] * split["STAGES"] * 2 * terms * split["KEYS"] * 2 * (head_dim + 8)
-    return max(stages, split["WARPS"] * 4 * _split_rows(split) * head_dim, 8 * _split_rows(split) * MAX_SPLITS)
+def _split_shared_bytes(kv_type: KVType, head_dim: int, split: dict[str, int]) -> int:
+    """Slices of K and V, and tiles of one; behind the loop all warps' sums, then the shares of all splits."""
+    rows, terms = 2 * split["KEYS"], 2 if kv_type.name == "f32" and split["EXACT"] else 1
+    tiles = terms * rows * 2 * (head_dim + 8)
+    if kv_type.name == "f16":
+        slices = split["STAGES"] * tiles
+    elif kv_type.block == 1:
+        slices = split["STAGES"] * rows * kv_type.row_bytes(head_dim) + tiles
+    else:
+        scales = head_dim // kv_type.block * 2
+        codes = head_dim // kv_type.block * kv_type.block_bytes - scales
+        pieces = 1 if scales <= 16 and 16 % scales == 0 else 2
+        slices = split["STAGES"] * rows * (codes + 16 * pieces) + tiles
+    num_rows = _split_rows(split)
+    return max(split["WARPS"] * max(slices, 4 * num_rows * head_dim), 4 * num_rows * (MAX_SPLITS + 1))
 
 
 FLASH_ATTENTION = Op("flash_attention", flash_attention_ref, plan_flash_attention)

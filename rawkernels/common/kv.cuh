@@ -60,23 +60,25 @@ DEVICE kv_t kv_store(float x) { return f32_to_bf16(x); }
 
 #endif
 
-// KV_PIECE consecutive elements from one that is a multiple of KV_PIECE, as pairs of f16. A type that f16 does not hold is
-// rounded to it once; too large becomes the largest f16.
-DEVICE void kv_load_piece(const kv_t* RESTRICT row, i32 width, i32 element, u32 (&pairs)[KV_PIECE / 2]) {
+// KV_PIECE consecutive elements, whose codes begin at a multiple of 16 bytes, as pairs of f16. A type that f16 does not hold
+// is rounded to it once; too large becomes the largest f16.
+DEVICE void kv_unpack_piece(const void* codes, u16 scale_bits, u32 (&pairs)[KV_PIECE / 2]) {
+    (void)scale_bits;
+    const u32x4 loaded = load16<u32x4>(codes);
+    const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #if KV_TYPE == 0
-    const f32x4 a = load16<f32x4>(row + element);
-    const f32x4 b = load16<f32x4>(row + element + 4);
-    const float values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const u32x4 more = load16<u32x4>(static_cast<const u32x4*>(codes) + 1);
+    const u32 all[8] = {loaded.x, loaded.y, loaded.z, loaded.w, more.x, more.y, more.z, more.w};
+    (void)words;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        pairs[j] = to_f16_saturated(values[2 * j]).bits | (u32)to_f16_saturated(values[2 * j + 1]).bits << 16;
+        pairs[j] = to_f16_saturated(f32_from_bits(all[2 * j])).bits |
+                   (u32)to_f16_saturated(f32_from_bits(all[2 * j + 1])).bits << 16;
     }
 #elif KV_TYPE == 1
-    const u32x4 words = load16<u32x4>(row + element);
-    pairs[0] = words.x, pairs[1] = words.y, pairs[2] = words.z, pairs[3] = words.w;
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = words[j];
 #elif KV_TYPE == 2
-    const u32x4 loaded = load16<u32x4>(row + element);
-    const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         pairs[j] = to_f16_saturated(f32_from_bits(words[j] << 16)).bits |
@@ -84,37 +86,43 @@ DEVICE void kv_load_piece(const kv_t* RESTRICT row, i32 width, i32 element, u32 
     }
 #elif KV_TYPE == 3
     // A byte with its sign bit turned is the code plus 128; behind the high byte 0x64 it is the f16 1024 + 128 + code.
-    const u32x4 loaded = load16<u32x4>(row + element);
-    const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    const u32 scale = h2_splat(kv_scale(row, width, element));
+    const u32 scale = h2_splat(scale_bits);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const u32 codes = words[j] ^ 0x80808080u;
-        pairs[2 * j] = h2_mul(h2_sub(byte_perm(codes, 0x64646464u, 0x4140), 0x64806480u), scale);
-        pairs[2 * j + 1] = h2_mul(h2_sub(byte_perm(codes, 0x64646464u, 0x4342), 0x64806480u), scale);
+        const u32 codes4 = words[j] ^ 0x80808080u;
+        pairs[2 * j] = h2_mul(h2_sub(byte_perm(codes4, 0x64646464u, 0x4140), 0x64806480u), scale);
+        pairs[2 * j + 1] = h2_mul(h2_sub(byte_perm(codes4, 0x64646464u, 0x4342), 0x64806480u), scale);
     }
 #else
     // Likewise: 1024 + 8 + code. Low four bits are elements 0-15, high ones 16-31.
-    const u32x4 loaded = load16<u32x4>(row + element / 2);
-    const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    const u32 scale = h2_splat(kv_scale(row, width, element));
+    const u32 scale = h2_splat(scale_bits);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const u32 codes = (j < 4 ? words[j % 4] : words[j % 4] >> 4) & 0x0F0F0F0Fu;
-        pairs[2 * j] = h2_mul(h2_sub(byte_perm(codes, 0x64646464u, 0x4140), 0x64086408u), scale);
-        pairs[2 * j + 1] = h2_mul(h2_sub(byte_perm(codes, 0x64646464u, 0x4342), 0x64086408u), scale);
+        const u32 codes4 = (j < 4 ? words[j % 4] : words[j % 4] >> 4) & 0x0F0F0F0Fu;
+        pairs[2 * j] = h2_mul(h2_sub(byte_perm(codes4, 0x64646464u, 0x4140), 0x64086408u), scale);
+        pairs[2 * j + 1] = h2_mul(h2_sub(byte_perm(codes4, 0x64646464u, 0x4342), 0x64086408u), scale);
     }
 #endif
 }
 
-#if KV_TYPE == 0
-// What is left of the same elements after rounding to f16, as f16.
-DEVICE void kv_load_rest(const kv_t* RESTRICT row, i32 width, i32 element, u32 (&pairs)[KV_PIECE / 2]) {
+// The same of a row, from an element that is a multiple of KV_PIECE.
+DEVICE void kv_load_piece(const kv_t* RESTRICT row, i32 width, i32 element, u32 (&pairs)[KV_PIECE / 2]) {
+#if KV_QUANTISED
+    kv_unpack_piece(row + kv_code_bytes(element), kv_scale(row, width, element), pairs);
+#else
     (void)width;
+    kv_unpack_piece(row + element, 0, pairs);
+#endif
+}
+
+#if KV_TYPE == 0
+// What rounding to f16 took away from the same elements, as f16.
+DEVICE void kv_unpack_rest(const void* codes, u32 (&pairs)[KV_PIECE / 2]) {
+    const float* const values = static_cast<const float*>(codes);
 #pragma unroll
     for (int j = 0; j < KV_PIECE / 2; j++) {
-        const float low = row[element + 2 * j];
-        const float high = row[element + 2 * j + 1];
+        const float low = values[2 * j];
+        const float high = values[2 * j + 1];
         pairs[j] = h2_pack(low - to_f32(to_f16_saturated(low)), high - to_f32(to_f16_saturated(high)));
     }
 }
