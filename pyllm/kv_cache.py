@@ -42,8 +42,8 @@ class LayerCache:
         tags: [num_rows] uint32, the epoch under which each row was written; 0 = no row.
         page_size: rows per page.
         layer: index, for fault records.
-        counters: [NUM_COUNTERS] int32, shared by all layers: by them the blocks of a launch of `flash_attention` find out
-            which of them is the last. Zero whenever no launch is running.
+        counters: [NUM_COUNTERS] int32, shared by all layers: by them the blocks of a launch of `flash_attention` find
+            out which of them is the last. Zero whenever no launch is running.
     """
 
     k: Any
