@@ -19,6 +19,7 @@ import numpy as np
 
 from pyllm.bench.ceilings import Ceilings
 from pyllm.device import Device
+from pyllm.device.base import NotCapturable
 from pyllm.errors import DeviceError, PyllmError
 from pyllm.kernel_cases import random_weight
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op
@@ -316,7 +317,7 @@ def _timed(device: Device, timer: Timer, launch: Callable[[], None], uses_librar
         return timer.seconds(launch, False), False
     try:
         return timer.seconds(launch, True), True
-    except DeviceError:
+    except (DeviceError, NotCapturable):
         if not uses_library:
             raise
         return timer.seconds(launch, False), False

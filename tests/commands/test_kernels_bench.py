@@ -17,7 +17,7 @@ from pyllm.device import gpu
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.kernel_header import read_header
 from pyllm.device.kernel_source import kernel_names
-from pyllm.kernel_bench_cases import SMALL
+from pyllm.kernel_bench_samples import SMALL
 from pyllm.quants import QuantType
 
 
