@@ -157,7 +157,7 @@ def planned(device: Device, cases: Sequence[BenchCase]) -> list[KernelLaunch]:
         launches = case.op.plan(device.target, *case.arguments(source)) if case.op.plan else []
         for launch in launches:
             if isinstance(launch, KernelLaunch):
-                found[launch.source, launch.entry, tuple(sorted(launch.defines.items()))] = launch
+                found[launch.source, launch.entry, launch.arch, tuple(sorted(launch.defines.items()))] = launch
     return list(found.values())
 
 

@@ -23,11 +23,16 @@ def usual_variants(device: GpuDevice) -> list[KernelLaunch]:
     from pyllm.kernel_bench_cases import bench_cases
 
     launches = planned(device, bench_cases(tuple(device.weight_types)))
+    arch = device.target.arch
     for name in kernel_names():
-        entry = entry_points(name)[0]
-        variants = [variant.defines for variant in read_header(name).variants if variant.is_for(device.target.arch)]
-        launches += [KernelLaunch(name, entry, (1,), (1,), (), defines) for defines in variants]
-    return list({(launch.source, tuple(sorted(launch.defines.items()))): launch for launch in launches}.values())
+        entry, variants = entry_points(name)[0], read_header(name).variants
+        for variant in variants:
+            if variant.is_for(arch):
+                launches.append(KernelLaunch(name, entry, (1,), (1,), (), variant.defines))
+            elif variant.is_for(f"{arch}a"):  # sm_90 also runs code for sm_90a
+                launches.append(KernelLaunch(name, entry, (1,), (1,), (), variant.defines, arch=f"{arch}a"))
+    keys = [(launch.source, launch.arch, tuple(sorted(launch.defines.items()))) for launch in launches]
+    return list(dict(zip(keys, launches, strict=True)).values())
 
 
 def build(device: GpuDevice, launches: Sequence[KernelLaunch], progress: Progress, threads: int | None = None) -> int:
