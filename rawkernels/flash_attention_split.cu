@@ -48,6 +48,7 @@
 #define STAGE_BYTES (KV_TYPE == 1 ? 2 * TILES_SIZE : 2 * KEYS * RAW_ROW)
 #define WARP_BYTES (STAGES * STAGE_BYTES + (KV_TYPE == 1 ? 0 : 2 * TILES_SIZE))
 #define PART (HEAD_DIM + 2)
+#define SMALL 32768
 
 // Begins the copies of one slice. Rows that are not wanted keep what was there.
 DEVICE void fetch_slice(u8* stage, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache, i32 my_row, i32 width,
@@ -156,10 +157,9 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 
     const i32 first_position = stop - num_tokens;
     const i32 start = window > 0 && first_position - window + 1 > 0 ? first_position - window + 1 : 0;
-    // A block works on WARPS * KEYS rows at a time. Putting parts together takes as long as doing so once more.
+    // Putting parts together takes as long as a block needs for SMALL elements of K.
     const i32 num_rows = stop - start;
-    const i32 per_block = least_rows > WARPS * KEYS ? least_rows : WARPS * KEYS;
-    const i32 wanted = num_rows <= 2 * per_block ? 1 : (num_rows + per_block - 1) / per_block;
+    const i32 wanted = num_rows <= SMALL / HEAD_DIM ? 1 : (num_rows + least_rows - 1) / least_rows;
     const i32 num_blocks = wanted < static_cast<i32>(gridDim.x) ? wanted : gridDim.x;
     if (block >= num_blocks) return;
     const i32 stride = num_blocks * WARPS * KEYS;

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # How the kernels cut up their work.
 MAX_FEW = 8  # tokens of a sequence that are few: its rows are worth splitting over blocks
 TARGET_BLOCKS = 132  # fill a large card
-LEAST_ROWS = 128  # that are worth a block of their own while blocks are too few to fill the card ...
+LEAST_ROWS = 256  # that are worth a block of their own while blocks are too few to fill the card ...
 LEAST_ROWS_MORE = 4096  # ... and when they are not: one sequence may be much longer than the others
 MOST_MORE = 8 * TARGET_BLOCKS  # blocks, then
 SHORT = 2048  # rows that are read so fast that what happens before and after counts

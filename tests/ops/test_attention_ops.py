@@ -212,7 +212,7 @@ CASES = {
     "chunk behind rows": Case((97,), (31,)),
     "decode": Case((65,), (1,)),
     "mixed": Case((1, 64, 33, 17), (1, 1, 33, 5)),
-    "decode over several blocks": Case((600, 40), (1, 1), num_heads=2, num_kv_heads=1, page_size=32),
+    "decode over several blocks": Case((600, 40), (1, 1), 2, 1, head_dim=64, page_size=32),
     "few tokens": Case((97, 40, 9), (5, 1, 8)),
     "a sequence without tokens here": Case((9, 16), (0, 16)),
     "all heads share one": Case((40, 9), (7, 1), num_heads=6, num_kv_heads=1),
