@@ -404,6 +404,11 @@ class Executor:
             self._broke_off = False
 
     @property
+    def num_submitted(self) -> int:
+        """Ubatches that the device was given so far."""
+        return self._serial
+
+    @property
     def is_full(self) -> bool:
         """Whether `submit` would have to wait for the device."""
         while self._queued and self._queued[0].query():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,10 @@ class KVCache:
         page_size: rows per page.
         kv_type: storage type of the rows.
         page_order: order in which free pages are first handed out; default: ascending. Results do not depend on it.
+
+    Attributes:
+        quarantined: pages that are never handed out again.
+        before_removal: called with each sequence that is about to give rows up (diagnostics).
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class KVCache:
             for layer in range(num_layers)
         ]
         self.quarantined: set[int] = set()
+        self.before_removal: Callable[[SequenceKV], None] | None = None
         self._free = deque(range(num_pages) if page_order is None else page_order)
         self._references = [0] * num_pages
         self._next_epoch = itertools.count(1)
@@ -167,6 +172,8 @@ class KVCache:
         """Drop the rows from `length` on. Rows that stay behind in a page of its own become absent."""
         if not 0 <= length <= seq.length:
             raise ValueError(f"cannot cut a sequence of {seq.length} rows to {length}")
+        if self.before_removal is not None and length < seq.length:
+            self.before_removal(seq)
         kept = self.pages_for(length)
         given_up = seq.pages[kept:]
         # First off the sequence, then back to the pool: a page is never in both.

@@ -29,6 +29,7 @@ from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
+from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
@@ -80,10 +81,12 @@ class EngineOptions:
     page_size: int = PAGE_SIZE
     ring_depth: int | None = None
     page_order: Sequence[int] | None = None
+    kv_trace: str | os.PathLike[str] | None = None
+    kv_trace_every: int = DEFAULT_EVERY
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:
-        for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size"):
+        for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size", "kv_trace_every"):
             value = getattr(self, name)
             if value is None and name in ("inflight", "ubatch_size"):
                 continue
@@ -108,6 +111,8 @@ class LLM:
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
+        kv_trace: a file for hashes of the K/V rows that sequences give up, for diagnostics; see `pyllm.kv_trace`.
+        kv_trace_every: hash the rows of each so-manieth position.
 
     Attributes:
         tokenizer: of the file.
@@ -132,9 +137,15 @@ class LLM:
         *,
         inflight: int | None = None,
         graphs: bool = True,
+        kv_trace: str | os.PathLike[str] | None = None,
+        kv_trace_every: int = DEFAULT_EVERY,
         progress: Progress | None = None,
     ) -> None:
-        options = EngineOptions(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight)
+        options = EngineOptions(
+            *(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight),
+            kv_trace=kv_trace,
+            kv_trace_every=kv_trace_every,
+        )
         self._open(path, open_device(device, graphs), options, progress)
 
     @classmethod
@@ -152,6 +163,7 @@ class LLM:
         self._lock = threading.RLock()
         self._device = device
         self._stats: dict[str, Any] = {}
+        self._trace: KVTrace | None = None
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
         try:
@@ -203,6 +215,10 @@ class LLM:
         inflight = options.inflight or self._device.default_inflight
         ring_depth = options.ring_depth or inflight
         self._executor = Executor(self._device, model, self._cache, layout, ring_depth, inflight, options.hooks)
+        if options.kv_trace is not None:
+            submitted = partial(getattr, self._executor, "num_submitted")
+            self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)
+            self._cache.before_removal = self._trace.note
         self._scheduler = Scheduler(
             self._executor,
             self._cache,
@@ -427,6 +443,18 @@ class LLM:
         with self._lock:
             self._scheduler.step()
 
+    def trace_kv(self) -> None:
+        """Add the K/V rows of all running sequences to the trace, as they are once all queued work has run.
+
+        Raises:
+            UsageError: the engine writes no trace.
+        """
+        if self._trace is None:
+            raise UsageError("the engine writes no K/V trace; open it with kv_trace=FILE")
+        with self._lock:
+            for seq in self._scheduler.running_sequences():
+                self._trace.note(seq)
+
     @property
     def stats(self) -> Mapping[str, Any]:
         """Counts and times of the request that ended last: prompt_tokens, generated_tokens, prefill_seconds,
@@ -453,6 +481,8 @@ class LLM:
         and are told."""
         self._device.abandon()
         with self._lock:  # no step of another thread may still be queueing work for memory that goes away
+            if self._trace is not None:
+                self._trace.close()
             self._finalizer()
 
     def __enter__(self) -> LLM:

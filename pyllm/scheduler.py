@@ -18,7 +18,7 @@ from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
 from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
-from pyllm.kv_cache import KVCache
+from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.request import Request
 from pyllm.sampling import Sampled
 
@@ -112,6 +112,10 @@ class Scheduler:
     def interrupt(self) -> None:
         """End all requests that were added before. Safe in a signal handler: it only sets a number."""
         self._interrupted_up_to = self._num_added
+
+    def running_sequences(self) -> list[SequenceKV]:
+        """The rows of all requests that are running."""
+        return [request.kv for request in self._running if request.kv is not None]
 
     def step(self) -> bool:
         """Queue what can be queued, then take what has come back; wait only when nothing could be queued.

@@ -26,7 +26,19 @@ from pyllm import __version__
 from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
-COMMANDS = ("bench", "chat", "doctor", "inspect", "kernels", "perplexity", "pull", "run", "synth", "tokenize")
+COMMANDS = (
+    "bench",
+    "chat",
+    "doctor",
+    "inspect",
+    "kernels",
+    "kv-diff",
+    "perplexity",
+    "pull",
+    "run",
+    "synth",
+    "tokenize",
+)
 INTERRUPTED = 130
 
 _MAX_USAGE_LINE = 500
@@ -45,13 +57,13 @@ class _UsageFailure(_Failure):
 
 
 class _Commands(click.Group):
-    """Finds `pyllm NAME` in the module pyllm.commands.NAME."""
+    """Finds `pyllm NAME` in the module pyllm.commands.NAME; a hyphen is an underscore there."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(f"pyllm.commands.{cmd_name}").command if cmd_name in COMMANDS else None
+        return import_module(_module(cmd_name)).command if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: click.Context) -> Any:
         logging.getLogger("pyllm").addHandler(_Warnings())
@@ -78,6 +90,10 @@ class _Commands(click.Group):
             if os.environ.get("PYLLM_DEBUG", "0") not in ("", "0"):
                 raise
             _show(_failure(error))
+
+
+def _module(name: str) -> str:
+    return f"pyllm.commands.{name.replace('-', '_')}"
 
 
 class _Warnings(logging.Handler):

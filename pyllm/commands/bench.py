@@ -168,7 +168,8 @@ def _measure(options: BenchOptions, plan: Plan, model: ModelFacts, results: Resu
     from pyllm.llm import EngineOptions as Settings
 
     wanted = options.engine
-    given = {"batch_size": wanted.batch_size, "ubatch_size": wanted.ubatch_size, "kv_type": wanted.kv_type}
+    names = ("batch_size", "ubatch_size", "kv_type", "inflight", "kv_trace", "kv_trace_every")
+    given = {name: getattr(wanted, name) for name in names}
     with progress_bar("bench", "run") as progress:
         session = Session(
             model,

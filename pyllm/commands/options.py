@@ -171,6 +171,9 @@ class EngineOptions:
     kv_type: str | None
     device: str
     no_graphs: bool
+    inflight: int | None
+    kv_trace: str | None
+    kv_trace_every: int | None
 
     def open(self, path: Path) -> LLM:
         """Load the model, with a bar."""
@@ -207,4 +210,11 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             help="CPU threads of a matrix product. Fewer are faster where others compute too. [default: all cores]",
         ),
         click.option("--no-graphs", is_flag=True, help="Queue each op by itself instead of replaying decode steps."),
+        click.option("--inflight", type=SIZE, help="Steps queued ahead of the device. [default: 2; on a GPU 4]"),
+        click.option(
+            "--kv-trace", metavar="FILE", help="Write hashes of the K/V rows that sequences give up; see pyllm kv-diff."
+        ),
+        click.option(
+            "--kv-trace-every", type=SIZE, metavar="N", help="Hash the rows of each N-th position. [default: 16]"
+        ),
     )

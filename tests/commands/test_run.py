@@ -75,6 +75,7 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
     assert told == {name: str(defaults[name]) for name in told}
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
     elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
+    elsewhere |= {"inflight", "kv_trace"}
     assert set(told) == names - elsewhere
 
 
@@ -139,6 +140,9 @@ def test_engine_options(run: Run) -> None:
     assert FakeLLM.opened.options == expected
     run("Hi", "--no-graphs", "--device", "emulated")
     assert FakeLLM.opened.options == {"device": "emulated", "graphs": False}
+    run("Hi", "--inflight", "3", "--kv-trace", "x.jsonl", "--kv-trace-every", "5")
+    expected = {"device": "auto", "graphs": True, "inflight": 3, "kv_trace": "x.jsonl", "kv_trace_every": 5}
+    assert FakeLLM.opened.options == expected
 
 
 def test_system_message(run: Run) -> None:
