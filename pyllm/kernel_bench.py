@@ -151,13 +151,16 @@ class ShapeSource(Source):
 
 
 def planned(device: Device, cases: Sequence[BenchCase]) -> list[KernelLaunch]:
-    """One launch of each kernel variant that the cases need."""
-    source, found = ShapeSource(device), {}
+    """One launch of each kernel variant that the cases need: the one with most dynamic shared memory."""
+    source = ShapeSource(device)
+    found: dict[tuple[Any, ...], KernelLaunch] = {}
     for case in cases:
         launches = case.op.plan(device.target, *case.arguments(source)) if case.op.plan else []
         for launch in launches:
             if isinstance(launch, KernelLaunch):
-                found[launch.source, launch.entry, launch.arch, tuple(sorted(launch.defines.items()))] = launch
+                key = launch.source, launch.entry, launch.arch, tuple(sorted(launch.defines.items()))
+                if key not in found or launch.shared_bytes > found[key].shared_bytes:
+                    found[key] = launch
     return list(found.values())
 
 
