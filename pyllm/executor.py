@@ -23,6 +23,7 @@ from pyllm.input_block import InputLayout, InputViews
 from pyllm.input_slots import InputRing, InputSlot
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.ops.copy_inputs import copy_inputs
+from pyllm.ops.keep_tokens import keep_tokens
 from pyllm.ops.top_k import scratch_columns, top_k
 from pyllm.workspace import Workspace
 
@@ -42,6 +43,8 @@ class Segment:
         token_ids: the tokens.
         num_outputs: how many of the last tokens need logits.
         whole_rows: False when the CANDIDATES largest logits of each row will do.
+        place: where the likeliest token behind the last one is kept on the device; -1: nowhere.
+        source: place of the only token, which the host need not know; `token_ids` then has any token in its stead.
     """
 
     seq: SequenceKV
@@ -49,6 +52,8 @@ class Segment:
     token_ids: Sequence[int]
     num_outputs: int
     whole_rows: bool = True
+    place: int = -1
+    source: int = -1
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Batch:
         num_tokens, num_seqs, num_outputs: extents of this ubatch.
         longest: most tokens that one sequence has in it.
         most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
-        cache: K/V pages.
+        cache: K/V pages, and recurrent states where the model has any.
         workspace: scratch buffers.
         record: the device's fault record.
     """
@@ -252,6 +257,7 @@ class Executor:
         self._enforce = hooks.enforce
         self._block = device.upload(np.zeros(layout.num_bytes, np.uint8))
         self._inputs = layout.views(self._block)
+        self._kept = device.upload(np.zeros(layout.max_seqs, np.int32))
         self._step_counter = device.upload(np.zeros(1, np.int64))
         self._record = device.upload(np.zeros(faults.record_shape(), np.int32))
         self._serial = 0
@@ -289,13 +295,15 @@ class Executor:
             outputs.release()
             raise
         self._queued.append(done)
+        for segment in segments:  # only now: a step that broke off has left the states that it began from as they were
+            if segment.seq.state is not None:
+                segment.seq.state.advance(len(segment.token_ids))
         return Step(segments, done, outputs)
 
     def _queue_inputs(self, slot: InputSlot) -> None:
         try:
-            copy_inputs(
-                self.device, slot.bytes, self.layout, self._enforce, self._block, self._step_counter, self._record
-            )
+            device, block, counter = self.device, self._block, self._step_counter
+            copy_inputs(device, slot.bytes, self.layout, self._enforce, block, counter, self._kept, self._record)
             self._serial += 1
         finally:
             slot.read_behind(self.device.record())
@@ -395,6 +403,7 @@ class Executor:
             values,
             ids,
         )
+        keep_tokens(self.device, ids, batch.inputs.out_places[:rows], self._kept)
         return [values, ids]
 
     def _resynchronise(self) -> None:
@@ -427,6 +436,14 @@ class Executor:
             raise UsageError(f"a ubatch of {len(segments)} sequences; the limit is {self.layout.max_seqs}")
         for segment in segments:
             self.check_tokens(segment.token_ids)
+            if max(segment.place, segment.source) >= self.layout.max_seqs:
+                raise UsageError(f"places end at {self.layout.max_seqs - 1}")
+            if segment.source >= 0 and len(segment.token_ids) != 1:
+                raise UsageError("a segment with a source has one token")
+
+    def keeps_tokens(self, segments: Sequence[Segment]) -> bool:
+        """Whether a step of these segments leaves tokens at their places: where candidates are chosen on the device."""
+        return bool(self._num_candidates(segments))
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise UsageError unless every id is a row of the token embedding."""
@@ -442,17 +459,22 @@ class Executor:
             count = len(segment.token_ids)
             span = slice(token, token + count)
             positions = np.arange(segment.start, segment.start + count)
-            views.token_ids[span] = segment.token_ids
+            views.token_ids[span] = segment.token_ids if segment.source < 0 else -1 - segment.source
             views.positions[span] = positions
             views.token_seq[span] = index
             views.row_ids[span] = self.cache.row_ids(segment.seq, positions)
             wanted = range(token + count - segment.num_outputs, token + count)
             views.out_tokens[output : output + len(wanted)] = wanted
+            views.out_places[output : output + len(wanted)] = -1
+            if wanted:
+                views.out_places[output + len(wanted) - 1] = segment.place
             views.kv_lens[index] = segment.start + count
             views.seq_ids[index] = segment.seq.seq_id
             pages = segment.seq.pages
             views.page_table[index, : len(pages)] = pages
             views.page_epochs[index, : len(pages)] = segment.seq.epochs
+            if (state := segment.seq.state) is not None:
+                views.state_rows[index], views.state_epochs[index] = state.row, state.epoch
             token, output = token + count, output + len(wanted)
             views.cu_seqlens[index + 1 :] = token
 

@@ -23,16 +23,19 @@ class InputViews:
     Attributes:
         head_serial, tail_serial: [1] int64. Number of the ubatch, counted from 1; first and last word of the block.
         status: [1] int32. On the device: 0 when the last copy was sound. Slots hold 0.
-        token_ids: [T] int32.
+        token_ids: [T] int32; in slots -1 - i stands for the token that is kept at place i.
         positions: [T] int32, position of each token in its sequence.
         token_seq: [T] int32, which of the ubatch's sequences (0..S-1) each token belongs to.
         row_ids: [T] int64, physical K/V row of each token; -1 writes nothing.
         out_tokens: [T] int32, for each output row the token of the ubatch that it belongs to.
+        out_places: [T] int32, for each output row where its likeliest token is kept for a later step; -1: nowhere.
         cu_seqlens: [S+1] int32. Tokens of sequence s are cu_seqlens[s] .. cu_seqlens[s+1]-1.
         kv_lens: [S] int32, rows that sequence s holds once this ubatch is written.
         seq_ids: [S] int32, what fault records call the sequence.
         page_table: [S, P] int32, physical pages of each sequence.
         page_epochs: [S, P] uint32, the tag that rows of these pages must carry.
+        state_rows: [S] int32, row of the recurrent memory that sequence s goes on from; it goes to the slot's other row.
+        state_epochs: [S] uint32, whose that row must be.
     """
 
     head_serial: Any
@@ -42,11 +45,14 @@ class InputViews:
     token_seq: Any
     row_ids: Any
     out_tokens: Any
+    out_places: Any
     cu_seqlens: Any
     kv_lens: Any
     seq_ids: Any
     page_table: Any
     page_epochs: Any
+    state_rows: Any
+    state_epochs: Any
     tail_serial: Any
 
 
@@ -75,11 +81,14 @@ class InputLayout:
             "token_seq": ((tokens,), np.int32),
             "row_ids": ((tokens,), np.int64),
             "out_tokens": ((tokens,), np.int32),
+            "out_places": ((tokens,), np.int32),
             "cu_seqlens": ((seqs + 1,), np.int32),
             "kv_lens": ((seqs,), np.int32),
             "seq_ids": ((seqs,), np.int32),
             "page_table": ((seqs, pages), np.int32),
             "page_epochs": ((seqs, pages), np.uint32),
+            "state_rows": ((seqs,), np.int32),
+            "state_epochs": ((seqs,), np.uint32),
             "tail_serial": ((1,), np.int64),
         }
 

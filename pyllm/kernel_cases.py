@@ -36,6 +36,7 @@ from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
+from pyllm.ops.keep_tokens import KEEP_TOKENS
 from pyllm.ops.linear import LINEAR, linear_scratch
 from pyllm.ops.mul_mat import MUL_MAT, plan_mul_mat, scratch_size
 from pyllm.ops.mul_mat_id import MUL_MAT_ID
@@ -280,7 +281,7 @@ def _rope(tokens: int, head_dim: int, half: int, pairing: RopePairing, rng: Rng)
 
 def _mul_mat_cases() -> Iterator[Case]:
     for qtype in sorted(GPU_TYPES):
-        for tokens in (1, 5, 33) if qtype in _COMMON_TYPES else (5, 33):
+        for tokens in (1, 5, 33) if qtype in _COMMON_TYPES else (33,):
             yield mul_mat_case(qtype, tokens, 97, 512)
     yield mul_mat_case(QuantType.Q4_K, *_LIBRARY_PRODUCT)
     for size in (1, 33, 97):
@@ -611,7 +612,7 @@ def _list(numbers: Sequence[int]) -> str:
 
 def _copy_inputs_cases() -> Iterator[Case]:
     for name, serial in (("the right serial", 5), ("a wrong serial", 6)):
-        yield Case(COPY_INPUTS, name, partial(_copy_inputs, serial), (3, 4, 5), floor=None)
+        yield Case(COPY_INPUTS, name, partial(_copy_inputs, serial), (3, 4, 6), floor=None)
 
 
 def _copy_inputs(serial: int, rng: Rng) -> Arguments:
@@ -620,7 +621,17 @@ def _copy_inputs(serial: int, rng: Rng) -> Arguments:
     views = layout.views(slot)
     views.head_serial[0] = views.tail_serial[0] = serial
     block = np.full(layout.num_bytes, 0xFF, np.uint8)
-    return slot, layout, True, block, np.array([4], np.int64), np.full(faults.record_shape(), 99, np.int32)
+    views.token_ids[:] = np.where(rng.random(300) < 0.1, -1 - rng.integers(0, 4, 300), rng.integers(0, 99, 300))
+    kept = rng.integers(100, 200, 4, np.int32)
+    return slot, layout, True, block, np.array([4], np.int64), kept, np.full(faults.record_shape(), 99, np.int32)
+
+
+def _keep_tokens_cases() -> Iterator[Case]:
+    def arguments(rng: Rng) -> Arguments:
+        places = np.where(rng.random(200) < 0.5, -1, rng.permutation(200)).astype(np.int32)
+        return rng.integers(0, 999, (200, 3), np.int32), places, np.full(200, -7, np.int32)
+
+    yield Case(KEEP_TOKENS, "200 rows", arguments, (2,), floor=None)
 
 
 def _clear_tags_cases() -> Iterator[Case]:
@@ -680,6 +691,7 @@ _GROUPS = (
     _add_cases,
     _clear_tags_cases,
     _copy_inputs_cases,
+    _keep_tokens_cases,
     _page_cases,
     _expert_cases,
     _flash_attention_cases,

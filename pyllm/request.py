@@ -24,6 +24,9 @@ class Request:
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
         num_submitted: tokens whose rows are queued to be written; `kv.length` outside of a step.
+        place: where the device keeps its next token; given out while it runs.
+        is_kept: the last step that was queued for it leaves its next token there: another can be queued before the host
+            knows that token.
         emitted: generated tokens that the caller has not taken yet.
         logits: logits of every position, in pieces, when there is no sampler.
         finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
@@ -38,6 +41,8 @@ class Request:
     number: int = 0
     kv: SequenceKV | None = None
     num_submitted: int = 0
+    place: int = -1
+    is_kept: bool = False
     emitted: deque[Sampled] = field(default_factory=deque)
     logits: list[np.ndarray] = field(default_factory=list)
     finish_reason: str | None = None
@@ -48,7 +53,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known but not submitted yet."""
+        """Tokens that are known but not submitted yet; below 0 when some were submitted that only the device knows."""
         return len(self.token_ids) - (self.kv.length if self.kv is not None else 0)
 
     @property

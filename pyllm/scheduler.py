@@ -65,6 +65,8 @@ class Scheduler:
         self._n_seqs = n_seqs
         self._is_end = is_end
         self._num_tokens = num_tokens
+        # The device's choice among all columns is the host's only where every column is a token.
+        self._runs_ahead = executor.model.vocab_size == num_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._in_flight: deque[QueuedStep] = deque()
@@ -179,15 +181,19 @@ class Scheduler:
             if self._running and needed > self._cache.num_free_pages:
                 return
             self._waiting.popleft()
-            request.kv, request.num_submitted = self._cache.new_sequence(), 0
+            request.kv, request.num_submitted, request.is_kept = self._cache.new_sequence(), 0, False
+            request.place = min(set(range(self._n_seqs)) - {other.place for other in self._running})
             request.logits.clear()
             self._running.append(request)
 
     def _queue_ubatches(self) -> bool:
         queued = False
         tokens = sum(entry.num_tokens for entry in self._in_flight)
-        while (tokens + self._ubatch_size <= self._batch_size or not tokens) and not self._executor.is_full:
+        while not self._executor.is_full:
             self._check_interrupt()
+            has_room = tokens + self._ubatch_size <= self._batch_size or not tokens
+            if not has_room and any(request.num_pending > 1 for request in self._running):
+                break  # what decodes goes along with the next piece of the prompt
             try:
                 chosen = self._choose()
                 if not chosen:
@@ -205,7 +211,12 @@ class Scheduler:
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
         for request in sorted(self._running, key=lambda r: r.num_pending > 1):  # stable: decoding first, then by age
-            if request.kv is None or request.finish_reason or request.num_pending == 0 or room == 0:
+            if request.kv is None or request.finish_reason or room == 0:
+                continue
+            if request.num_pending <= 0:
+                if self._can_run_ahead(request) and self._cache.extend(request.kv, 1):
+                    chosen.append((request, self._segment(request, 1)))
+                    room -= 1
                 continue
             count = min(request.num_pending, room)
             if request.sampler is None:
@@ -217,6 +228,19 @@ class Scheduler:
             room -= count
             output_room -= segment.num_outputs
         return chosen
+
+    def _can_run_ahead(self, request: Request) -> bool:
+        """Whether the device has, or will have, a token for which a step can be queued already.
+
+        The host may find out later that a token before it was the last; then the step was in vain, and its results are
+        not taken.
+        """
+        if not request.is_kept or request.kv is None or request.params is None:
+            return False
+        limit = self._ctx_size
+        if request.params.max_tokens is not None:
+            limit = min(limit, request.num_prompt + request.params.max_tokens)
+        return request.kv.length + 2 <= limit  # with the token that the step itself brings
 
     def _make_room(self, request: Request, count: int, chosen: list[tuple[Request, Segment]]) -> bool:
         """Extend a request's rows; put younger requests back into the queue while pages are short."""
@@ -257,10 +281,14 @@ class Scheduler:
         """The next `count` tokens, for which the rows were just added."""
         assert request.kv is not None
         start = request.kv.length - count
-        reaches_end = request.kv.length == len(request.token_ids)
+        reaches_end = request.kv.length >= len(request.token_ids)
         num_outputs = count if request.sampler is None else int(reaches_end)
         whole_rows = request.params is None or not request.params.chooses_among(CANDIDATES)
-        return Segment(request.kv, start, request.token_ids[start : start + count], num_outputs, whole_rows)
+        token_ids = request.token_ids[start : start + count]
+        source = -1 if token_ids else request.place
+        keeps = num_outputs and request.params is not None and request.params.takes_best
+        place = request.place if keeps else -1
+        return Segment(request.kv, start, token_ids or [0], num_outputs, whole_rows, place, source)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
         """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""
@@ -276,8 +304,10 @@ class Scheduler:
                 self._end(request, "error", _as_pyllm_error(error))
             return 0
         self._in_flight.append(QueuedStep(step, requests, num_tokens))
+        keeps = self._runs_ahead and self._executor.keeps_tokens(segments)
         for request, segment in chosen:
             request.num_submitted = segment.start + len(segment.token_ids)
+            request.is_kept = keeps and segment.place >= 0
         return num_tokens
 
     # taking results

@@ -2,17 +2,19 @@
 //
 // Shapes    slot, block [num_words] u64; step_counter [1] i64; record [record_words] i32
 //           head_word, tail_word, status_word: where the serials and the status lie, in u64 words
-//           rows_word, num_rows: the row ids, i64
+//           rows_word, num_rows: the row ids, i64; tokens_word: as many token ids, i32; kept [num_kept] i32
 // Launch    grid (1), block (1024): one block, so that its barriers order everything
-// Sync      all threads copy, then a barrier; thread 0 judges, a barrier; on a mismatch all threads empty the block
+// Sync      all threads copy, then a barrier; thread 0 judges, a barrier; on a mismatch all threads empty the block, else
+//           they put kept tokens in the place of ids below 0
 // Numerics  integers only
 #include "common/platform.cuh"
 
 #define KIND_SERIAL 1
 
 KERNEL(1024) copy_inputs(const u64* RESTRICT slot, u64* RESTRICT block, i64* RESTRICT step_counter,
-                         i32* RESTRICT record, i32 num_words, i32 record_words, i32 head_word, i32 tail_word,
-                         i32 status_word, i32 rows_word, i32 num_rows, i32 enforce) {
+                         const i32* RESTRICT kept, i32* RESTRICT record, i32 num_words, i32 record_words,
+                         i32 head_word, i32 tail_word, i32 status_word, i32 rows_word, i32 tokens_word, i32 num_rows,
+                         i32 num_kept, i32 enforce) {
     SHARED i32 wrong;
     const i32 thread = threadIdx.x;
     for (i32 i = thread; i < num_words; i += blockDim.x) block[i] = slot[i];
@@ -43,5 +45,10 @@ KERNEL(1024) copy_inputs(const u64* RESTRICT slot, u64* RESTRICT block, i64* RES
         }
         BARRIER();
         if (thread == 0) reinterpret_cast<i32*>(block + status_word)[0] = 1;
+    } else {
+        i32* const tokens = reinterpret_cast<i32*>(block + tokens_word);
+        for (i32 i = thread; i < num_rows; i += blockDim.x) {
+            if (tokens[i] < 0) tokens[i] = kept[min(-1 - tokens[i], num_kept - 1)];
+        }
     }
 }

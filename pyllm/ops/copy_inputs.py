@@ -21,6 +21,7 @@ def copy_inputs_ref(
     enforce: bool,
     block: np.ndarray,
     step_counter: np.ndarray,
+    kept: np.ndarray,
     record: np.ndarray,
 ) -> None:
     record[...] = 0
@@ -29,6 +30,8 @@ def copy_inputs_ref(
     inputs = layout.views(block)
     head, tail, expected = int(inputs.head_serial[0]), int(inputs.tail_serial[0]), int(step_counter[0])
     if head == tail == expected:
+        fed = inputs.token_ids < 0
+        inputs.token_ids[fed] = kept[np.minimum(-1 - inputs.token_ids[fed], len(kept) - 1)]
         return
     found = head if head != expected else tail
     entry = [faults.FaultKind.SERIAL, -1, -1, -1, -1, -1, expected & 0x7FFFFFFF, found & 0x7FFFFFFF]
@@ -40,12 +43,19 @@ def copy_inputs_ref(
 
 
 def plan_copy_inputs(
-    target: Target, slot: Any, layout: InputLayout, enforce: bool, block: Any, step_counter: Any, record: Any
+    target: Target,
+    slot: Any,
+    layout: InputLayout,
+    enforce: bool,
+    block: Any,
+    step_counter: Any,
+    kept: Any,
+    record: Any,
 ) -> list[KernelLaunch]:
     word = {name: start // 8 for name, (start, _) in layout.spans().items()}
     sizes = (layout.num_bytes // 8, record.size, word["head_serial"], word["tail_serial"], word["status"])
-    rows = (word["row_ids"], layout.max_tokens, enforce)
-    args = (slot, block, step_counter, record, *map(np.int32, sizes), *map(np.int32, rows))
+    rows = (word["row_ids"], word["token_ids"], layout.max_tokens, kept.shape[0], enforce)
+    args = (slot, block, step_counter, kept, record, *map(np.int32, sizes), *map(np.int32, rows))
     return [KernelLaunch("copy_inputs", "copy_inputs", (1,), (1024,), args)]
 
 
@@ -53,20 +63,28 @@ COPY_INPUTS = Op("copy_inputs", copy_inputs_ref, plan_copy_inputs)
 
 
 def copy_inputs(
-    device: Device, slot: Any, layout: InputLayout, enforce: bool, block: Any, step_counter: Any, record: Any
+    device: Device,
+    slot: Any,
+    layout: InputLayout,
+    enforce: bool,
+    block: Any,
+    step_counter: Any,
+    kept: Any,
+    record: Any,
 ) -> None:
     """Copy a slot into the input block and check that it is the ubatch whose turn it is.
 
     The step counter lives on the device and advances here and nowhere else, by one. Head and tail serial of the slot
     must both equal it. If they do not, the slot was overwritten before it was read: a SERIAL fault is recorded and the
     block becomes empty (no tokens, no sequences, row ids -1, status 1), so that the ubatch's other ops write no K/V row
-    and read none.
+    and read none. A token id of -1 - i stands for the token that an earlier step left at kept[i].
 
     Args:
         slot: [layout.num_bytes] uint8, pinned.
         enforce: False is a test hook: record the fault, but run on with what was copied.
         block: like slot; output.
         step_counter: [1] int64; advanced.
+        kept: [num_places] int32, from `keep_tokens`.
         record: fault record (pyllm.faults), int32; cleared, then written.
 
     Raises:
@@ -75,5 +93,6 @@ def copy_inputs(
     for name, array in (("slot", slot), ("block", block)):
         check_array("copy_inputs", name, array, (layout.num_bytes,), ("uint8",))
     check_array("copy_inputs", "step_counter", step_counter, (1,), ("int64",))
+    check_array("copy_inputs", "kept", kept, (None,), ("int32",))
     check_array("copy_inputs", "record", record, faults.record_shape(), ("int32",))
-    device.launch(COPY_INPUTS, slot, layout, enforce, block, step_counter, record)
+    device.launch(COPY_INPUTS, slot, layout, enforce, block, step_counter, kept, record)

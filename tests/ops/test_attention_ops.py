@@ -376,7 +376,16 @@ def copied(device: Device, head: int, tail: int, counter: int, enforce: bool = T
     block = device.empty((LAYOUT.num_bytes,), np.uint8)
     step_counter = on_device(device, np.array([counter], np.int64))
     record = on_device(device, np.full(faults.record_shape(), 99, np.int32))  # must be cleared
-    copy_inputs(device, on_device(device, slot(head, tail)), LAYOUT, enforce, block, step_counter, record)
+    copy_inputs(
+        device,
+        on_device(device, slot(head, tail)),
+        LAYOUT,
+        enforce,
+        block,
+        step_counter,
+        on_device(device, np.zeros(4, np.int32)),
+        record,
+    )
     return LAYOUT.views(device.download(block)), device.download(step_counter), device.download(record)
 
 

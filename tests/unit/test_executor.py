@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -142,6 +143,9 @@ def test_with_the_wait_no_row_is_misplaced(engines: Engines) -> None:
     result: list[SequenceKV] = []
     thread = threading.Thread(target=lambda: result.append(submit_all(llm, submitted)[0]))
     thread.start()
+    deadline = time.monotonic() + 120  # kernels may have to be compiled first
+    while len(submitted) < RING_DEPTH and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
     thread.join(timeout=0.2)
     assert thread.is_alive()  # it waits for a slot, since the device has read none
     assert len(submitted) == RING_DEPTH
