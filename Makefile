@@ -1,6 +1,7 @@
 # make demo     on a fresh clone: environment, installation, demo model, an answer
 # make test     on a fresh clone: environment, installation, demo model, all tests
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
+# make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
 # make lint     ruff and mypy
 # make compile  every kernel for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
 # make compile-all  for all supported kinds of GPUs, with limits on shared memory and on registers in memory; minutes
@@ -16,7 +17,7 @@ PYTHON ?=
 
 GPU_TESTS := tests/ops tests/device tests/models/test_kernel_lives.py tests/unit/test_executor.py
 
-.PHONY: demo test test-gpu lint compile compile-all clean
+.PHONY: demo test test-gpu sanitize lint compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -30,6 +31,17 @@ test: $(VENV)/.installed-dev
 test-gpu: $(if $(PYTHON),,$(VENV)/.installed-dev)
 	@$(or $(PYTHON),$(BIN)/python) -m pyllm kernels test add --device gpu > /dev/null
 	PYLLM_TEST_GPU=1 $(or $(PYTHON),$(BIN)/python) -m pytest $(GPU_TESTS) -k gpu
+
+# Kernels are compiled first: a compiler under a memory checker takes minutes. Fresh memory is poisoned by a write, which
+# initcheck would take for the program's; pyllm's arenas ask CUDA for memory themselves, so that blocks have bounds.
+sanitize: $(if $(PYTHON),,$(VENV)/.installed-dev)
+	$(or $(PYTHON),$(BIN)/python) -m pyllm kernels test --device gpu --small > /dev/null
+	for tool in memcheck racecheck initcheck synccheck; do \
+	    PYLLM_POISON=0 compute-sanitizer --tool $$tool --error-exitcode 9 \
+	        $(or $(PYTHON),$(BIN)/python) -m pyllm kernels test --device gpu --small > $$tool.log 2>&1 \
+	        && tail -n 2 $$tool.log || { tail -n 40 $$tool.log; exit 1; }; \
+	    rm $$tool.log; \
+	done
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
