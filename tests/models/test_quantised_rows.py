@@ -40,7 +40,7 @@ def test_logits_are_near_those_of_float32_rows(kv_type: str, limit: float) -> No
 def test_kernels_agree_with_the_cpu(kv_type: str, limit: float) -> None:
     expected = logits(HostDevice(poison=True), kv_type, ubatch_size=16)
     found = logits(EmulatedDevice(32, "mma"), kv_type, ubatch_size=16)
-    # What was computed a little differently may be rounded to the next code: a 127th or an 8th of a block's largest value.
+    # What was computed a little differently may be rounded to the next code: a 127th or an 8th of the largest value.
     assert np.abs(found - expected).mean() / expected.std() < limit
 
 
