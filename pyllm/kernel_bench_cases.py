@@ -42,6 +42,7 @@ from pyllm.kernel_bench_samples import (
 from pyllm.ops.add import ADD
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.get_rows import GET_ROWS
+from pyllm.ops.keep_tokens import KEEP_TOKENS
 from pyllm.ops.op import Op
 from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
@@ -210,6 +211,26 @@ def _top_k_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase
         yield BenchCase(TOP_K, f"{rows} x {columns}, {k} of them", arguments, sample, traffic)
 
 
+def _keep_tokens_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    rows, candidates = 4 * sizes.few, 64
+
+    def arguments(source: Source) -> Arguments:
+        ids = source.array(source.rng.integers(0, sizes.vocabulary, (rows, candidates), np.int32))
+        places = source.array(source.rng.permutation(rows).astype(np.int32))
+        return ids, places, source.unwritten(rows, dtype=np.int32)
+
+    def sample(read: Read, arguments: Arguments) -> Sample:
+        ids, places, kept = arguments
+        exact = np.empty(rows, np.int32)
+        exact[read(places)] = read(ids)[:, 0]
+        return lambda: exactly([(read(kept), exact)])
+
+    def traffic(arguments: Arguments) -> float:
+        return 12.0 * rows  # a token, its place, and where it is kept
+
+    yield BenchCase(KEEP_TOKENS, f"{rows} rows", arguments, sample, traffic)
+
+
 _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...] = (
     mul_mat_cases,
     linear_cases,
@@ -233,4 +254,5 @@ _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...]
     page_cases,
     clear_tags_cases,
     _top_k_cases,
+    _keep_tokens_cases,
 )
