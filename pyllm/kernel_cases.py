@@ -284,6 +284,9 @@ def _mul_mat_cases() -> Iterator[Case]:
         for tokens in (1, 5, 33) if qtype in _COMMON_TYPES else (33,):
             yield mul_mat_case(qtype, tokens, 97, 512)
     yield mul_mat_case(QuantType.Q4_K, *_LIBRARY_PRODUCT)
+    for qtype in (QuantType.Q4_K, QuantType.Q6_K, QuantType.F16):  # in large tiles
+        yield mul_mat_case(qtype, 2048, 2048, 1024)
+        yield mul_mat_case(qtype, 200, 8200, 1280)
     for size in (1, 33, 97):
         yield mul_mat_case(QuantType.F32, size, size, 72)
 
