@@ -149,10 +149,11 @@ class EngineUnderTest:
         return request
 
     def _finish(self, requests: Sequence[Request]) -> None:
-        """Run requests, which have their rows already, to their end."""
-        for request in requests:
-            self._scheduler._num_added += 1  # as `Scheduler.add` does: interrupts end requests by their number
-            request.number = self._scheduler._num_added
+        """Run requests, which have their rows already, to their end. They get what the scheduler gives others when it
+        admits them: a number, by which interrupts end requests, and a place for the token that the device keeps."""
+        for place, request in enumerate(requests):
+            self._scheduler._num_added += 1
+            request.number, request.place = self._scheduler._num_added, place
         self._scheduler._running.extend(requests)
         try:
             while any(request.finish_reason is None for request in requests):

@@ -172,6 +172,7 @@ class Session:
 
     def _measure(self, engine: EngineUnderTest, points: list[Point], results: Results, counter: Iterator[int]) -> None:
         """Points in ascending order of depth: what one depth left in the cache is lengthened for the next."""
+        warm_ups = self._warm_ups(engine.llm.device_name)
         prefixes = [Prefix([], None)] * max(point.sequences for point in points)
         for depth, of_depth in itertools.groupby(points, key=lambda point: point.depth):
             if depth:
@@ -183,26 +184,27 @@ class Session:
                 prefixes = longer
             for point in of_depth:
                 row = Row(point)
-                for run in range(self._warm_ups(point) + self.plan.repeats):
+                for run in range(warm_ups + self.plan.repeats):
                     self.progress(next(counter), self._num_steps, str(point))
                     seconds = engine.seconds(point, prefixes[: point.sequences])
-                    if run >= self._warm_ups(point):
+                    if run >= warm_ups:
                         row.rates.append(point.tokens * point.sequences / seconds)
                         if results.ceilings is not None:
                             self._count_bytes(engine, row)
-                        if run == self._warm_ups(point):
+                        if run == warm_ups:
                             results.rows.append(row)
 
-    def _warm_ups(self, point: Point) -> int:
-        """Runs that are not counted: they compile kernels. Decoding also records its steps, and may do so late in the
-        first run, when the sequence outgrows what the last recording was made for."""
-        return 2 if point.kind == "decode" and self.graphs else 1
+    def _warm_ups(self, device_name: str) -> int:
+        """Runs that are not counted: on a GPU the first compiles kernels, and the second records the steps."""
+        return 2 if self.graphs and device_name == "gpu" else 1
 
     @property
     def _num_steps(self) -> int:
-        points = self.plan.all_points()
+        """Runs, and times that the cache is filled; for the progress bar, which is told the device by its option."""
+        warm_ups = self._warm_ups("cpu" if self.device == "cpu" else "gpu")
+        runs = len(self.plan.all_points()) * (warm_ups + self.plan.repeats)
         fillings = sum(1 for depth in self.plan.depths if depth) * (2 if self.plan.together(0) else 1)
-        return sum(self._warm_ups(point) + self.plan.repeats for point in points) + fillings
+        return runs + fillings
 
     def _count_bytes(self, engine: EngineUnderTest, row: Row) -> None:
         """What decoding reads of a GPU's memory. The CPU holds weights in another form than the file."""

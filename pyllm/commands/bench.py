@@ -120,7 +120,7 @@ def command(**values: Any) -> None:
 
     Prompts are random tokens; decoding is greedy. A rate counts from handing a request over to its last token on the
     host, so what the host does counts too; loading, compiling kernels and recording graphs do not: each row is the
-    median of -r runs behind one or two that are not counted. Bandwidth is what decoding reads, weights and K/V rows, in
+    median of -r runs behind one or two that do not count. Bandwidth is what decoding reads, weights and K/V rows, in
     percent of a large copy on the same GPU.
 
     The same run compares logits of 16 tokens computed together with those of the same tokens computed one by one, and

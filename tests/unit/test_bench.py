@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from pyllm.bench.plan import Plan, Point
 from pyllm.bench.session import Results, Session, read_model
 from pyllm.bench.traffic import Traffic
 from pyllm.errors import UsageError
+from pyllm.executor import Executor, Segment, Step
 from pyllm.gguf_split import open_model
 from pyllm.llm import LLM
 from pyllm.quants import QuantType
@@ -83,6 +84,22 @@ def test_tokens_one_by_one_give_the_logits_of_all_together(engine: EngineUnderTe
         figure = compare("", engine.decoded_rows(prefix, tokens), expected)
         engine.drop(prefix)
         assert figure.positions == figure.same_top == 20 and figure.max_difference < 1e-4
+
+
+def test_greedy_decoding_runs_ahead_as_it_does_elsewhere(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device keeps tokens, steps are queued before the host has seen the token that they take."""
+    sources: list[int] = []
+    submit = Executor.submit
+
+    def spy(executor: Executor, segments: Sequence[Segment]) -> Step:
+        sources.extend(segment.source for segment in segments)
+        return submit(executor, segments)
+
+    monkeypatch.setattr(Executor, "submit", spy)
+    with LLM(tiny, device="emulated", ctx_size=64, n_seqs=2) as llm:
+        engine = EngineUnderTest(llm)
+        engine.seconds(Point("decode", 6, 0, 2), [Prefix([], None)] * 2)
+    assert {0, 1} <= set(sources)
 
 
 def test_comparisons() -> None:
