@@ -308,12 +308,12 @@ def plan_flash_attention(
         launches.append(KernelLaunch(source, source, grid, block, args, {**defines, **split}, shared))
     if shape.longest > shape.few and target.arch == "sm_90" and kv_type.name == "f16" and head_dim % 64 == 0:
         pack = _divisor(group, min(group, WGMMA_ROWS // 2))
-        slice_keys = 128 if head_dim <= 128 else 64
+        slice_keys = next(keys for keys in (128, 64) if _wgmma_shared_bytes(head_dim, keys) <= _shared_limit(target))
         grid = (num_heads // pack, -(-shape.longest // (WGMMA_ROWS // pack)), shape.num_seqs)
         extents = map(np.int32, (kv_heads, *sizes, shape.few + 1))
         args = (*rows, inputs.positions, inputs.cu_seqlens, *tables, out, *numbers, *extents)
         defines |= {"PACK": pack, "SLICE": slice_keys}
-        shared = WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * slice_keys)
+        shared = _wgmma_shared_bytes(head_dim, slice_keys)
         source = "flash_attention_wgmma"
         launches.append(KernelLaunch(source, source, grid, (384,), args, defines, shared, "sm_90a"))
     elif shape.longest > shape.few:
@@ -327,6 +327,11 @@ def plan_flash_attention(
         block, shared = (tile.warps * target.warp_size,), tile.shared_bytes(head_dim)
         launches.append(KernelLaunch("flash_attention", "flash_attention", grid, block, args, defines, shared))
     return launches
+
+
+def _wgmma_shared_bytes(head_dim: int, slice_keys: int) -> int:
+    """The queries, and two slices of K and V."""
+    return WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * slice_keys)
 
 
 def _split(

@@ -1,0 +1,54 @@
+"""flash_attention's kernel for Hopper, emulated with the plan that such a GPU gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pyllm import faults
+from pyllm.device.emulated import EmulatedDevice
+from pyllm.kernel_cases import attention_case
+from pyllm.kernel_check import Case, check_case, run_case
+from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams
+from pyllm.ops.op import KernelLaunch
+
+WINDOW = AttentionParams(1 / 8, window=24)
+CASES = (
+    attention_case("f16", (33,), (33,), 4, 2, 64),
+    attention_case("f16", (97,), (97,), 2, 1, 64, page_size=32),
+    attention_case("f16", (200, 1, 64, 133), (9, 1, 33, 100), 4, 2, 64),
+    attention_case("f16", (150,), (31,), 4, 1, 64, WINDOW),
+    attention_case("f16", (97,), (41,), 9, 1, 64, WINDOW, dtype=np.float16),
+    attention_case("f16", (65, 9), (20, 9), 2, 1, 64, AttentionParams(1.0, softcap=3.0)),
+    attention_case("f16", (150, 40), (9, 20), 4, 2, 64, stale=(3,)),
+    attention_case("f16", (150,), (70,), 4, 2, 64, WINDOW, stale=(100,)),
+    attention_case("f16", (200,), (9,), 2, 2, 64, stale=(199,), dtype=np.float16),
+)
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice(32, "mma")
+    device.target = replace(device.target, arch="sm_90")
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(device: EmulatedDevice, case: Case) -> None:
+    assert FLASH_ATTENTION.plan is not None
+    launch = FLASH_ATTENTION.plan(device.target, *case.draw(0))[-1]
+    assert isinstance(launch, KernelLaunch)
+    assert (launch.source, launch.arch) == ("flash_attention_wgmma", "sm_90a")
+    verdict = check_case(device, case)
+    assert verdict.passed, verdict
+
+
+def test_a_query_that_sees_nothing_gives_zeros(device: EmulatedDevice) -> None:
+    case = attention_case("f16", (9,), (9,), 2, 1, 64, stale=range(9), dtype=np.float16)
+    record, out = run_case(device, case, case.draw(0))
+    assert (out == 0).all()
+    assert faults.count(record) == 9
