@@ -16,7 +16,7 @@ from pyllm.commands.console import note, one_line, progress_bar, size_text
 from pyllm.commands.models import local_model
 from pyllm.commands.options import SIZE, EngineOptions, engine_options, taken
 from pyllm.commands.table import markdown_table
-from pyllm.errors import PyllmError
+from pyllm.errors import PyllmError, UsageError
 
 if TYPE_CHECKING:
     from pyllm.bench.plan import Plan, Row
@@ -63,8 +63,10 @@ class BenchOptions:
         """What is to be measured.
 
         Raises:
-            UsageError: nothing.
+            UsageError: nothing; or the hashing of rows, beside everything else.
         """
+        if self.engine.kv_trace is not None:
+            raise UsageError("--kv-trace would be measured, too; use it with pyllm run")
         from pyllm.bench.plan import Plan
 
         return Plan.of(self.prompts, self.new_tokens, self.depths, self.concurrency, self.repeats)
@@ -168,15 +170,16 @@ def _measure(options: BenchOptions, plan: Plan, model: ModelFacts, results: Resu
     from pyllm.llm import EngineOptions as Settings
 
     wanted = options.engine
-    names = ("batch_size", "ubatch_size", "kv_type", "inflight", "kv_trace", "kv_trace_every")
-    given = {name: getattr(wanted, name) for name in names}
+    given = {name: value for name, value in vars(wanted).items() if value is not None}
+    for name in ("device", "no_graphs", "ctx_size"):  # the session's own
+        given.pop(name, None)
     with progress_bar("bench", "run") as progress:
         session = Session(
             model,
             plan,
             device=wanted.device,
             graphs=not wanted.no_graphs,
-            options=Settings(**{name: value for name, value in given.items() if value is not None}),  # type: ignore[arg-type]
+            options=Settings(**given),
             ctx_size=wanted.ctx_size,
             reference=options.reference,
             seed=options.seed,

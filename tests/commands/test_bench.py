@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from pyllm.bench import accuracy, session
 from pyllm.bench.engine import EngineUnderTest
 from pyllm.commands import main
+from pyllm.device import Device
 from pyllm.errors import DeviceError
+from pyllm.llm import LLM, EngineOptions
 from pyllm.quants import QuantType
 from pyllm.synth.writer import write_model
 from tests.tiny_shape import TINY
@@ -97,6 +99,7 @@ def test_what_does_not_fit_is_said(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
         (("-p", "a"), "'a' is no list of whole numbers such as 512,2048"),
         (("--concurrency", "0"), "0 is out of range; the least is 1"),
         (("-p", "0", "-n", "0"), "-p 0 and -n 0 leave nothing to measure"),
+        (("--kv-trace", "rows"), "--kv-trace would be measured, too"),
         (("-p", "513"), "prefill 513 needs a context of 513 tokens"),
         (("-p", "65", "-n", "0", "-c", "64"), "prefill 65 needs a context of 65 tokens; -c is 64"),
     ],
@@ -104,6 +107,22 @@ def test_what_does_not_fit_is_said(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_command_lines_that_make_no_sense(tiny: Path, arguments: tuple[str, ...], message: str) -> None:
     result = bench(tiny, *arguments)
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+
+
+def test_options_reach_the_engine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[EngineOptions] = []
+    open_llm = LLM.with_options
+
+    def spy(path: Path, device: Device, options: EngineOptions) -> LLM:
+        opened.append(options)
+        return open_llm(path, device, options)
+
+    monkeypatch.setattr(LLM, "with_options", spy)
+    arguments = ("-p", 8, "-n", 2, "-r", 1, "-ub", 16, "-b", 32, "--kv-type", "q8_0", "--inflight", 3, "-c", 300)
+    assert bench(tiny, *arguments, "--device", "cpu").exit_code == 0
+    (options,) = opened
+    assert (options.ubatch_size, options.batch_size, options.kv_type, options.inflight) == (16, 32, "q8_0", 3)
+    assert options.ctx_size == 300
 
 
 def test_a_missing_model() -> None:
