@@ -22,6 +22,7 @@ class FaultKind(IntEnum):
     SERIAL = 1  # the slot did not hold the ubatch that was to run: expected, head and tail serial (low 31 bits)
     ROW_ID = 2  # a K/V row to be written is not the one that page table and position give
     TAG = 3  # a K/V row to be read does not carry its page's epoch
+    STATE = 4  # a recurrent state to go on from is another sequence's, or stands at another position
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Fault:
     """One entry of a record.
 
     Attributes:
-        seq_id, layer, page, row: where; -1 when it does not apply. `row` counts inside the page.
+        seq_id, layer, page, row: where; -1 when it does not apply. `row` counts inside the page, or recurrent states.
         position: position in the sequence.
-        expected, found: serials, rows or tags.
+        expected, found: serials, rows or tags; of a state epochs, or positions where the epochs agree.
     """
 
     kind: FaultKind
@@ -46,6 +47,11 @@ class Fault:
     def __str__(self) -> str:
         if self.kind == FaultKind.SERIAL:
             return f"the inputs of ubatch {self.expected} were overwritten by those of ubatch {self.found}"
+        if self.kind == FaultKind.STATE:
+            return (
+                f"a recurrent state is not where this sequence left it: sequence {self.seq_id}, position "
+                f"{self.position}, layer {self.layer}, row {self.row} (expected {self.expected}, found {self.found})"
+            )
         what = {FaultKind.ROW_ID: "a row id is wrong", FaultKind.TAG: "a K/V row is not this sequence's own"}
         return (
             f"{what[self.kind]}: sequence {self.seq_id}, position {self.position}, layer {self.layer}, "

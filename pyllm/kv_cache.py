@@ -28,6 +28,7 @@ from pyllm.ops.clear_tags import clear_tags
 from pyllm.ops.copy_rows import copy_rows
 from pyllm.ops.fill_rows import fill_rows
 from pyllm.ops.flash_attention import NUM_COUNTERS
+from pyllm.recurrent_cache import RecurrentCache, SequenceState
 
 LAST_EPOCH = 2**32 - 1
 
@@ -56,7 +57,7 @@ class LayerCache:
 
 @dataclass
 class SequenceKV:
-    """The rows of one sequence.
+    """The rows of one sequence, and its recurrent state where the model has recurrent layers.
 
     Attributes:
         seq_id: what fault records call it; never used twice.
@@ -66,6 +67,7 @@ class SequenceKV:
         length: rows that are written, or will be when all queued work has run.
         num_clean: rows whose fault record was read clean; only these may be shared.
         owns_tail: False when the last page holds further rows of another sequence; it is then copied before a write.
+        state: recurrent state; None without recurrent layers.
     """
 
     seq_id: int
@@ -74,6 +76,7 @@ class SequenceKV:
     length: int = 0
     num_clean: int = 0
     owns_tail: bool = True
+    state: SequenceState | None = None
 
 
 class KVCache:
@@ -87,6 +90,7 @@ class KVCache:
         page_size: rows per page.
         kv_type: storage type of the rows.
         page_order: order in which free pages are first handed out; default: ascending. Results do not depend on it.
+        recurrent: states of recurrent layers, which sequences then have beside their rows.
 
     Attributes:
         quarantined: pages that are never handed out again.
@@ -103,8 +107,10 @@ class KVCache:
         page_size: int,
         kv_type: KVType,
         page_order: Sequence[int] | None = None,
+        recurrent: RecurrentCache | None = None,
     ) -> None:
         self.device = device
+        self.recurrent = recurrent
         self.num_pages = num_pages
         self.page_size = page_size
         self.kv_type = kv_type
@@ -139,8 +145,13 @@ class KVCache:
         return len(self._free)
 
     def new_sequence(self) -> SequenceKV:
-        """An empty sequence."""
-        return SequenceKV(next(self._next_seq_id))
+        """An empty sequence.
+
+        Raises:
+            ContextError: as many sequences as there are recurrent states are there already.
+        """
+        state = self.recurrent.new_state() if self.recurrent is not None else None
+        return SequenceKV(next(self._next_seq_id), state=state)
 
     def pages_for(self, num_rows: int) -> int:
         """Pages that num_rows rows need."""
@@ -169,9 +180,15 @@ class KVCache:
         return np.asarray(seq.pages, np.int64)[index] * self.page_size + row
 
     def truncate(self, seq: SequenceKV, length: int) -> None:
-        """Drop the rows from `length` on. Rows that stay behind in a page of its own become absent."""
+        """Drop the rows from `length` on. Rows that stay behind in a page of its own become absent.
+
+        Raises:
+            ValueError: the sequence has no such row, or its recurrent state no checkpoint there that was read clean;
+                nothing has changed.
+        """
         if not 0 <= length <= seq.length:
             raise ValueError(f"cannot cut a sequence of {seq.length} rows to {length}")
+        self._rewind_state(seq, length)
         if self.before_removal is not None and length < seq.length:
             self.before_removal(seq)
         kept = self.pages_for(length)
@@ -195,11 +212,16 @@ class KVCache:
         """A new sequence that shares the first `length` rows of `seq`. The tail page is copied when one writes to it.
 
         Raises:
-            ValueError: the rows were not read clean yet; they may not be shared.
+            ValueError: the rows were not read clean yet, so they may not be shared; or there is no recurrent state of
+                just this length.
+            ContextError: no recurrent state is free.
         """
         if length > seq.num_clean:
             raise ValueError(f"only {seq.num_clean} rows of sequence {seq.seq_id} are published, {length} wanted")
-        child = self.new_sequence()
+        state = None
+        if self.recurrent is not None and seq.state is not None:
+            state = self.recurrent.fork(seq.state, length)
+        child = SequenceKV(next(self._next_seq_id), state=state)
         child.pages = seq.pages[: self.pages_for(length)]
         child.epochs = seq.epochs[: self.pages_for(length)]
         for page in child.pages:
@@ -209,8 +231,28 @@ class KVCache:
         return child
 
     def release(self, seq: SequenceKV) -> None:
-        """Give all pages of a sequence back. The sequence is empty afterwards."""
+        """Give all pages of a sequence back, and its recurrent state. The sequence is empty afterwards."""
+        state, seq.state = seq.state, None
         self.truncate(seq, 0)
+        if self.recurrent is not None and state is not None:
+            self.recurrent.release(state)
+
+    def checkpoint(self, seq: SequenceKV) -> bool:
+        """Keep the sequence's recurrent state, so that it can be cut to its present length later.
+
+        Returns:
+            False when it was not kept: there are no recurrent layers (and then any length will do), or no room.
+        """
+        if self.recurrent is None or seq.state is None:
+            return False
+        return self.recurrent.save(seq.state)
+
+    def _rewind_state(self, seq: SequenceKV, length: int) -> None:
+        if self.recurrent is None or seq.state is None or length >= seq.state.position:
+            return
+        if length > seq.num_clean:
+            raise ValueError(f"only {seq.num_clean} tokens of sequence {seq.seq_id} are published, {length} wanted")
+        self.recurrent.rewind(seq.state, length)
 
     def quarantine(self, page: int) -> None:
         """Never hand this page out again; its present owners must end."""

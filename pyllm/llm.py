@@ -33,6 +33,7 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
+from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
 from pyllm.scheduler import Scheduler
@@ -200,15 +201,17 @@ class LLM:
         self.vocab_size = model.vocab_size
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
+        recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs) if config.recurrent else None
         self._cache = KVCache(
             self._device,
-            config.num_layers,
+            len(config.attention_layers),
             config.num_kv_heads * config.key_length,
             config.num_kv_heads * config.value_length,
             max_pages * options.n_seqs,
             options.page_size,
             kv_type,
             options.page_order,
+            recurrent,
         )
         ubatch_size = min(options.ubatch_size or self._device.default_ubatch_size, self.ctx_size * options.n_seqs)
         layout = InputLayout(ubatch_size, options.n_seqs, max_pages)
@@ -242,7 +245,9 @@ class LLM:
                 )
         rows = min(options.ctx_size, config.context_length) * options.n_seqs
         widths = (config.num_kv_heads * config.key_length, config.num_kv_heads * config.value_length)
-        needed = rows * config.num_layers * (sum(map(kv_type.row_bytes, widths)) + TAG_BYTES)
+        needed = rows * len(config.attention_layers) * (sum(map(kv_type.row_bytes, widths)) + TAG_BYTES)
+        if config.recurrent:
+            needed += options.n_seqs * config.recurrent.sequence_bytes
         if needed > self._device.memory_bytes:
             raise DeviceError(
                 f"K/V rows for {rows} tokens need {needed / 1e9:.1f} GB, {self._device.name} has "

@@ -18,7 +18,10 @@ ARCHITECTURES = {
     "llama": ("pyllm.models.llama", "Llama"),
     "qwen2": ("pyllm.models.qwen2", "Qwen2"),
     "qwen3": ("pyllm.models.qwen3", "Qwen3"),
+    "qwen35": ("pyllm.models.qwen35", "Qwen35"),
+    "qwen35moe": ("pyllm.models.qwen35moe", "Qwen35Moe"),
     "qwen3moe": ("pyllm.models.qwen3moe", "Qwen3Moe"),
+    "qwen3next": ("pyllm.models.qwen3next", "Qwen3Next"),
 }
 
 

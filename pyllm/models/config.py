@@ -9,6 +9,7 @@ import numpy as np
 from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_metadata import described
+from pyllm.recurrent_state import RecurrentShape
 
 # Far above any model; they keep a damaged file from asking for absurd amounts of memory or time.
 MAX_LAYERS = 4096
@@ -21,7 +22,7 @@ class TransformerConfig:
     """Sizes of a decoder-only transformer; letters as in docs/architecture.md.
 
     Attributes:
-        num_layers: blocks of the main pass.
+        num_layers: blocks of the main pass; those behind them that predict further tokens are not among them.
         hidden_size: width of the residual stream.
         intermediate_size: width of the dense feed-forward block; 0 when the file does not say.
         num_heads, num_kv_heads: query heads, and key/value heads that they share.
@@ -41,6 +42,16 @@ class TransformerConfig:
     rms_norm_eps: float
     context_length: int
     vocab_size: int
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have K/V rows."""
+        return tuple(range(self.num_layers))
+
+    @property
+    def recurrent(self) -> RecurrentShape | None:
+        """Sizes of the recurrent layers; None without any."""
+        return None
 
     @property
     def q_size(self) -> int:
@@ -67,9 +78,12 @@ class TransformerConfig:
         """
 
         def size(suffix: str, default: int | None = None) -> int:
-            return _per_layer_size(gguf, gguf.arch_key(suffix), num_layers, default)
+            return _per_layer_size(gguf, gguf.arch_key(suffix), num_blocks, num_layers, default)
 
-        num_layers = gguf.get_int(gguf.arch_key("block_count"), minimum=1, maximum=MAX_LAYERS)
+        num_blocks = gguf.get_int(gguf.arch_key("block_count"), minimum=1, maximum=MAX_LAYERS)
+        num_layers = num_blocks - gguf.get_int(
+            gguf.arch_key("nextn_predict_layers"), 0, minimum=0, maximum=num_blocks - 1
+        )
         hidden_size = gguf.get_int(gguf.arch_key("embedding_length"), minimum=1, maximum=MAX_WIDTH)
         num_heads = size("attention.head_count")
         num_kv_heads = size("attention.head_count_kv", num_heads)
@@ -93,11 +107,11 @@ class TransformerConfig:
         )
 
 
-def _per_layer_size(gguf: GGUFModel, key: str, num_layers: int, default: int | None) -> int:
-    """A size that may be stored once or per layer; layers must agree."""
+def _per_layer_size(gguf: GGUFModel, key: str, num_blocks: int, num_layers: int, default: int | None) -> int:
+    """A size that may be stored once or per block; those of the main pass must agree."""
     if default is not None and key not in gguf.metadata:
         return default
-    values = gguf.get_ints(key, num_layers, minimum=1, maximum=MAX_WIDTH)
+    values = gguf.get_ints(key, num_blocks, minimum=1, maximum=MAX_WIDTH)[:num_layers]
     if len(set(values)) > 1:
         raise UnsupportedError(f"{gguf.path}: {key} differs between layers; pyllm needs one value for all of them")
     return values[0]

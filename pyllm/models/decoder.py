@@ -25,6 +25,7 @@ from pyllm.device import Device
 from pyllm.errors import UnsupportedError
 from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
+from pyllm.kv_cache import LayerCache
 from pyllm.models.config import TransformerConfig
 from pyllm.models.feed_forward import DenseFeedForward
 from pyllm.models.project import project
@@ -32,6 +33,7 @@ from pyllm.models.rope_scaling import RopePlan, read_rope
 from pyllm.models.weights import Tensors, TensorSpec, Weights, check_tensors, upload_weights
 from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.get_rows import get_rows
+from pyllm.ops.op import Op
 from pyllm.ops.product_plan import Norm
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.rope import RopePairing, rope_table
@@ -70,6 +72,12 @@ class Decoder:
     feed_forward: ClassVar[Any] = DenseFeedForward
     """The class of the blocks' second half; see `pyllm.models.feed_forward`."""
 
+    config_class: ClassVar[type[TransformerConfig]] = TransformerConfig
+    """What reads the sizes."""
+
+    ops: ClassVar[tuple[Op, ...]] = ()
+    """Ops of the blocks' first half, beyond those of plain attention, that a device must be able to run."""
+
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, rope: RopePlan, weights: Weights, device: Device):
         self.config = config
         self.vocab_size = config.vocab_size
@@ -78,6 +86,7 @@ class Decoder:
         self._output = weights.matrix("output.weight") if "output.weight" in weights else self._embedding
         self._output_bias = weights.optional_vector("output.bias")
         self._output_norm = Norm(weights.vector("output_norm.weight"), config.rms_norm_eps)
+        self._cache_index = {layer: index for index, layer in enumerate(config.attention_layers)}
         self._layers = [self._layer(index, device) for index in range(config.num_layers)]
         self._feed_forwards = [
             self.feed_forward(gguf, config, weights, f"blk.{index}.") for index in range(config.num_layers)
@@ -97,7 +106,7 @@ class Decoder:
     @classmethod
     def prepare(cls, gguf: GGUFModel, device: Device) -> tuple[TransformerConfig, RopePlan, Tensors]:
         """Make all checks of a file; read no weights."""
-        config = TransformerConfig.from_gguf(gguf)
+        config = cls.config_class.from_gguf(gguf)
         cls.check(gguf, config)
         cls.feed_forward.check(gguf, config)
         cls.check_kernels(gguf, config, device)
@@ -108,7 +117,7 @@ class Decoder:
     @classmethod
     def check_kernels(cls, gguf: GGUFModel, config: TransformerConfig, device: Device) -> None:
         """Refuse what the device has no kernels for."""
-        for op in cls.feed_forward.ops:
+        for op in (*cls.ops, *cls.feed_forward.ops):
             if not device.runs(op):
                 raise UnsupportedError(
                     f"{gguf.path}: {gguf.architecture} needs {op.name}, for which {device.name} has no kernel yet; "
@@ -157,9 +166,14 @@ class Decoder:
         yield TensorSpec("output.weight", (c.vocab_size, c.hidden_size), optional=True)  # else tied to token_embd
         yield TensorSpec("output.bias", (c.vocab_size,), optional=True)
         for index in range(c.num_layers):
-            prefix = f"blk.{index}."
-            yield from cls.attention_specs(c, prefix, gguf.tensors)
-            yield from cls.feed_forward.specs(gguf, c, prefix)
+            yield from cls.layer_specs(gguf, c, index)
+
+    @classmethod
+    def layer_specs(cls, gguf: GGUFModel, config: TransformerConfig, index: int) -> Iterator[TensorSpec]:
+        """Tensors of one block."""
+        prefix = f"blk.{index}."
+        yield from cls.attention_specs(config, prefix, gguf.tensors)
+        yield from cls.feed_forward.specs(gguf, config, prefix)
 
     @classmethod
     def attention_specs(cls, config: TransformerConfig, prefix: str, present: Container[str]) -> Iterator[TensorSpec]:
@@ -212,10 +226,9 @@ class Decoder:
         tables = self._rope_tables(device, batch)
         for index, layer in enumerate(self._layers):
             last = index == c.num_layers - 1
-            q = self._attention_inputs(device, batch, index, layer, x, tables[self._rope_plan.of_layer[index]])
-            if last and not batch.num_outputs:
-                return None  # the K/V rows are what this ubatch was for
-            mixed = self._attend(device, batch, index, q)
+            mixed = self._mix(device, batch, index, x, tables[self._rope_plan.of_layer[index]])
+            if mixed is None:
+                return None
             if last:
                 x, mixed = self._take_outputs(device, batch, x, mixed)
             with self._residual(device, batch, x, layer.post_attention_norm) as (out, accumulate):
@@ -224,6 +237,17 @@ class Decoder:
             with self._residual(device, batch, x, layer.post_ffw_norm) as (out, accumulate):
                 self._feed_forwards[index].forward(device, batch, x, layer.ffn_norm, out, accumulate)
         return self._logits(device, batch, x)
+
+    def _mix(self, device: Device, batch: Batch, index: int, x: Any, table: tuple[Any, Any]) -> Any | None:
+        """The first half of a block before its output projection: [num_tokens, num_heads * value_length]; None in the
+        last block of a ubatch without outputs, of which the K/V rows are all that counts."""
+        q = self._attention_inputs(device, batch, index, self._layers[index], x, table)
+        if index == self.config.num_layers - 1 and not batch.num_outputs:
+            return None
+        return self._attend(device, batch, index, q)
+
+    def _layer_cache(self, batch: Batch, index: int) -> LayerCache:
+        return batch.cache.layers[self._cache_index[index]]
 
     @contextmanager
     def _residual(self, device: Device, batch: Batch, x: Any, post_norm: Any | None) -> Iterator[tuple[Any, bool]]:
@@ -254,7 +278,7 @@ class Decoder:
         qkv = array("qkv", (num_tokens, c.q_size + c.k_size + c.v_size))
         project(device, batch, x, layer.attn_qkv, qkv, norm=layer.attn_norm, bias=layer.attn_qkv_bias)
         q = array("q", (num_tokens, c.num_heads, c.key_length), device.activation_dtype)
-        cache, record = batch.cache.layers[index], batch.record
+        cache, record = self._layer_cache(batch, index), batch.record
         rope_set_rows(
             *(device, qkv, layer.head_norms, *table, self.pairing),
             *(batch.inputs, cache, batch.cache.kv_type, record, q),
@@ -273,7 +297,7 @@ class Decoder:
             q,
             batch.inputs,
             shape,
-            batch.cache.layers[index],
+            self._layer_cache(batch, index),
             batch.cache.kv_type,
             self._attention[index],
             batch.record,

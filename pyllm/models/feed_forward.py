@@ -16,7 +16,8 @@ from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import MAX_WIDTH, TransformerConfig
 from pyllm.models.project import project
-from pyllm.models.weights import TensorSpec, Weights
+from pyllm.models.weights import StoredRows, TensorSpec, Weights
+from pyllm.ops.gated_add import GATED_ADD, gated_add
 from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID, gate_needs_scratch, gated_mul_mat_id
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts
 from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows, mul_mat_id
@@ -113,16 +114,22 @@ class ExpertFeedForward:
         sizes, narrow = ExpertSizes.from_gguf(gguf, config), config.hidden_size
         count, wide = sizes.num_experts, sizes.intermediate_size
         yield TensorSpec(prefix + "ffn_gate_inp.weight", (count, narrow))
-        yield TensorSpec(prefix + "ffn_gate_exps.weight", (count, wide, narrow))
-        yield TensorSpec(prefix + "ffn_up_exps.weight", (count, wide, narrow))
+        fused = prefix + "ffn_gate_up_exps.weight"
+        halves = {"ffn_gate_exps": slice(0, wide), "ffn_up_exps": slice(wide, 2 * wide)}
+        for name, rows in halves.items():
+            stored = StoredRows(fused, 2 * wide, rows) if fused in gguf.tensors else None
+            yield TensorSpec(f"{prefix}{name}.weight", (count, wide, narrow), stored=stored)
         yield TensorSpec(prefix + "ffn_down_exps.weight", (count, narrow, wide))
 
     def forward(self, device: Device, batch: Batch, x: Any, norm: Norm, out: Any, accumulate: bool) -> None:
         """Queue the ops for the residual stream x [n, hidden_size]; the result goes to out, or is added to it."""
-        array, dtype, sizes = batch.workspace.array, device.activation_dtype, self._sizes
-        num_tokens, num_used = x.shape[0], sizes.num_used
-        h = array("h", x.shape, dtype)
+        h = batch.workspace.array("h", x.shape, device.activation_dtype)
         rms_norm(device, x, norm.weight, norm.eps, h)
+        self._add_experts(device, batch, h, out, accumulate)
+
+    def _add_experts(self, device: Device, batch: Batch, h: Any, out: Any, accumulate: bool) -> None:
+        array, dtype, sizes = batch.workspace.array, device.activation_dtype, self._sizes
+        num_tokens, num_used = h.shape[0], sizes.num_used
         logits = project(device, batch, h, (self._router,), array("router", (num_tokens, sizes.num_experts)))
         experts, weights = array("experts", (num_tokens, num_used), "int32"), array("weights", (num_tokens, num_used))
         route(device, logits, experts, weights)
@@ -146,3 +153,47 @@ class ExpertFeedForward:
         lists = ExpertLists(batch.workspace.array("expert_lists", (size,), "int32"), bm)
         group_experts(device, experts, num_experts, lists)
         return lists
+
+
+class SharedExpertFeedForward(ExpertFeedForward):
+    """A mixture of experts and one expert that every token uses, as far as a gate lets it."""
+
+    ops: ClassVar[tuple[Op, ...]] = (*ExpertFeedForward.ops, GATED_ADD)
+
+    def __init__(self, gguf: GGUFModel, config: TransformerConfig, weights: Weights, prefix: str) -> None:
+        super().__init__(gguf, config, weights, prefix)
+        self._shared_gate, self._shared_up, self._shared_down = (
+            weights.matrix(f"{prefix}{name}.weight") for name in ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
+        )
+        self._share = weights.vector(prefix + "ffn_gate_inp_shexp.weight")
+
+    @classmethod
+    def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:
+        super().check(gguf, config)
+        _shared_size(gguf, config)
+
+    @classmethod
+    def specs(cls, gguf: GGUFModel, config: TransformerConfig, prefix: str) -> Iterator[TensorSpec]:
+        yield from super().specs(gguf, config, prefix)
+        wide, narrow = _shared_size(gguf, config), config.hidden_size
+        yield TensorSpec(prefix + "ffn_gate_inp_shexp.weight", (narrow,))
+        yield TensorSpec(prefix + "ffn_gate_shexp.weight", (wide, narrow))
+        yield TensorSpec(prefix + "ffn_up_shexp.weight", (wide, narrow))
+        yield TensorSpec(prefix + "ffn_down_shexp.weight", (narrow, wide))
+
+    def _add_experts(self, device: Device, batch: Batch, h: Any, out: Any, accumulate: bool) -> None:
+        super()._add_experts(device, batch, h, out, accumulate)
+        array, dtype = batch.workspace.array, device.activation_dtype
+        hidden = array("shared_hidden", (h.shape[0], self._shared_gate.shape[0]), dtype)
+        project(device, batch, h, (self._shared_gate, self._shared_up), hidden, gate=Gate.SILU)
+        shared = project(device, batch, hidden, (self._shared_down,), array("shared_out", h.shape, dtype))
+        gated_add(device, h, self._share, shared, out)
+
+
+def _shared_size(gguf: GGUFModel, config: TransformerConfig) -> int:
+    """Width of the shared expert."""
+    default = config.intermediate_size or None
+    key = gguf.arch_key("expert_shared_feed_forward_length")
+    if default is None:
+        return gguf.get_int(key, minimum=1, maximum=MAX_WIDTH)
+    return gguf.get_int(key, default, minimum=1, maximum=MAX_WIDTH)

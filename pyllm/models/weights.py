@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from pyllm.device import Device
 from pyllm.errors import ModelFileError, UnsupportedError
@@ -18,23 +21,59 @@ _OF_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor that an architecture uses.
+class StoredRows:
+    """Where a weight lies in a file that has it under another name, or inside a larger tensor.
 
     Attributes:
-        name: as in the file.
-        shape: rows first, row elements last.
+        name: of the file's tensor.
+        num_rows: rows that it has (of each matrix, in a stack of them); 0: as many as the weight.
+        rows: which of them make the weight, in order; None: all.
+    """
+
+    name: str
+    num_rows: int = 0
+    rows: slice | np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One weight that an architecture uses.
+
+    Attributes:
+        name: as in the file, unless `stored` says otherwise.
+        shape: rows first, row elements last. A file may have a vector as a matrix of one row.
         optional: may be missing.
+        stored: where else it lies.
+        exact: hold it as float32 on every device, although it is a matrix.
     """
 
     name: str
     shape: tuple[int, ...]
     optional: bool = False
+    stored: StoredRows | None = None
+    exact: bool = False
+
+    @property
+    def tensor(self) -> str:
+        """Name of the file's tensor."""
+        return self.stored.name if self.stored else self.name
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the file's tensor."""
+        num_rows = self.stored.num_rows if self.stored else 0
+        return (*self.shape[:-2], num_rows, self.shape[-1]) if num_rows else self.shape
+
+    def select(self, data: np.ndarray) -> np.ndarray:
+        """The weight's part of its tensor's rows [..., rows, row_bytes]."""
+        if self.stored is None or self.stored.rows is None:
+            return data
+        return data[..., self.stored.rows, :]
 
     @property
     def is_vector(self) -> bool:
         """Vectors (norms, biases) are always held as float32; matrices as the device likes them."""
-        return len(self.shape) == 1
+        return self.exact or len(self.shape) == 1
 
 
 class Weights:
@@ -52,7 +91,7 @@ class Weights:
         return self._matrices[name]
 
     def vector(self, name: str) -> Any:
-        """[size] float32 device array."""
+        """Float32 device array: of a vector [size], of an exact matrix [rows, row elements]."""
         return self._vectors[name]
 
     def optional_vector(self, name: str) -> Any | None:
@@ -85,7 +124,7 @@ def check_tensors(gguf: GGUFModel, device: Device, specs: Iterable[TensorSpec]) 
         UnsupportedError: a block type that the device cannot hold.
     """
     specs = list(specs)
-    _check_blocks(gguf, {spec.name for spec in specs})
+    _check_blocks(gguf, {spec.tensor for spec in specs})
     return [(spec, info) for spec in specs if (info := _check(gguf, device, spec)) is not None]
 
 
@@ -100,16 +139,16 @@ def upload_weights(
     Raises:
         MemoryError: the device is full.
     """
-    total, done = sum(info.nbytes for _, info in tensors), 0
+    total, done = sum(_nbytes(spec, info) for spec, info in tensors), 0
     matrices, vectors = {}, {}
     for spec, info in tensors:
-        data = gguf.tensor_data(spec.name)
+        data = spec.select(gguf.tensor_data(spec.tensor))
         if spec.is_vector:
-            vectors[spec.name] = device.upload(dequantize(data, info.qtype))
+            vectors[spec.name] = device.upload(dequantize(data, info.qtype).reshape(spec.shape))
         else:
             array, qtype = device.upload_weight(data, info.qtype, spec.shape)
             matrices[spec.name] = Weight(spec.name, spec.shape, qtype, array)
-        done += info.nbytes
+        done += _nbytes(spec, info)
         if progress is not None:
             progress(done, total)
     return Weights(matrices, vectors)
@@ -129,20 +168,26 @@ def _check_blocks(gguf: GGUFModel, known: Collection[str]) -> None:
 
 
 def _check(gguf: GGUFModel, device: Device, spec: TensorSpec) -> TensorInfo | None:
-    info = gguf.tensors.get(spec.name)
+    info = gguf.tensors.get(spec.tensor)
     if info is None:
         if spec.optional:
             return None
-        raise ModelFileError(f"{gguf.path}: tensor {spec.name} is missing; the file is incomplete or of another kind")
-    if info.shape != spec.shape:
+        raise ModelFileError(f"{gguf.path}: tensor {spec.tensor} is missing; the file is incomplete or of another kind")
+    if info.shape != spec.stored_shape and not (len(spec.shape) == 1 and info.shape == (1, *spec.shape)):
         raise ModelFileError(
-            f"{gguf.path}: {spec.name} has shape {_dims(info.shape)}, the metadata asks for {_dims(spec.shape)}; "
+            f"{gguf.path}: {spec.tensor} has shape {_dims(info.shape)}, the metadata asks for "
+            f"{_dims(spec.stored_shape)}; "
             "the file is damaged"
         )
     if info.qtype not in device.weight_types:
         known = ", ".join(qtype.name for qtype in sorted(device.weight_types))
-        raise UnsupportedError(f"{gguf.path}: {spec.name} is {info.qtype.name}; pyllm on {device.name} reads {known}")
+        raise UnsupportedError(f"{gguf.path}: {spec.tensor} is {info.qtype.name}; pyllm on {device.name} reads {known}")
     return info
+
+
+def _nbytes(spec: TensorSpec, info: TensorInfo) -> int:
+    """Bytes of the file that make a weight."""
+    return info.nbytes * math.prod(spec.shape) // math.prod(info.shape)
 
 
 def _dims(shape: tuple[int, ...]) -> str:

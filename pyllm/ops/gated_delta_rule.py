@@ -1,0 +1,245 @@
+"""gated_delta_rule: linear attention with a decaying matrix memory that is corrected instead of added to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllm import faults
+from pyllm.input_block import InputViews
+from pyllm.ops.check import check_array, check_columns, require
+from pyllm.ops.op import Op
+from pyllm.recurrent_state import LayerState, is_own_state, report_state
+
+if TYPE_CHECKING:
+    from pyllm.device import Device
+
+CHUNK = 64  # tokens that the reference takes at once
+FEW = 8  # tokens of a sequence up to which one after the other is the faster form
+LINEAR_FROM = 20.0  # softplus(x) is x from here on in float32
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """How the heads lie in a row of q, k and v.
+
+    Attributes:
+        num_k_heads: heads of queries and of keys.
+        num_v_heads: heads of values, a multiple of that.
+        head_dim: elements of each head.
+        tiled: value head h uses key head h % num_k_heads; otherwise h // (num_v_heads / num_k_heads).
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_dim: int
+    tiled: bool
+
+    @property
+    def k_size(self) -> int:
+        """Elements of all keys of a token."""
+        return self.num_k_heads * self.head_dim
+
+    @property
+    def v_size(self) -> int:
+        """Elements of all values of a token."""
+        return self.num_v_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of q, k and v of a token side by side."""
+        return 2 * self.k_size + self.v_size
+
+    @property
+    def k_head(self) -> np.ndarray:
+        """[num_v_heads], the key head of each value head."""
+        heads = np.arange(self.num_v_heads)
+        return heads % self.num_k_heads if self.tiled else heads // (self.num_v_heads // self.num_k_heads)
+
+
+def gated_delta_rule_ref(
+    qkv: np.ndarray,
+    beta: np.ndarray,
+    alpha: np.ndarray,
+    decay: np.ndarray,
+    dt_bias: np.ndarray,
+    heads: DeltaHeads,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    record: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    for seq in range(num_seqs):
+        start, stop = int(inputs.cu_seqlens[seq]), int(inputs.cu_seqlens[seq + 1])
+        if start == stop:
+            continue
+        row = int(inputs.state_rows[seq])
+        if not is_own_state(inputs, seq, state):
+            report_state(inputs, seq, state, record)
+            state.marks[row ^ 1] = 0
+            out[start:stop] = 0
+            continue
+        q, k, v = _split_heads(qkv[start:stop], heads)
+        rate, log_decay = _gates(beta[start:stop], alpha[start:stop], decay, dt_bias)
+        matrices = state.matrices[row ^ 1]
+        matrices[...] = state.matrices[row]
+        form = by_token if stop - start <= FEW else by_chunks
+        found = form(q, k, v, rate, log_decay, matrices)
+        out[start:stop] = found.transpose(1, 0, 2).reshape(stop - start, -1)
+        state.marks[row ^ 1] = inputs.state_epochs[seq], inputs.positions[stop - 1] + 1
+
+
+def _split_heads(qkv: np.ndarray, heads: DeltaHeads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each [num_v_heads, num_tokens, head_dim]; queries scaled."""
+    parts = qkv.reshape(len(qkv), -1, heads.head_dim).transpose(1, 0, 2)
+    q, k, v = np.split(parts, [heads.num_k_heads, 2 * heads.num_k_heads])
+    return q[heads.k_head] * np.float32(heads.head_dim**-0.5), k[heads.k_head], np.ascontiguousarray(v)
+
+
+def _gates(
+    beta: np.ndarray, alpha: np.ndarray, decay: np.ndarray, dt_bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Write rate and logarithm of the decay, both [num_v_heads, num_tokens] float32."""
+    step = alpha + dt_bias
+    softplus = np.where(step > LINEAR_FROM, step, np.log1p(np.exp(np.minimum(step, LINEAR_FROM))))
+    with np.errstate(over="ignore"):  # exp(-beta) = inf gives the right limit, 0
+        rate = 1 / (1 + np.exp(-beta))
+    return np.ascontiguousarray(rate.T), np.ascontiguousarray((decay * softplus).T.astype(np.float32))
+
+
+def by_token(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rate: np.ndarray, log_decay: np.ndarray, matrices: np.ndarray
+) -> np.ndarray:
+    """The definition, in the type of its arguments.
+
+    Args:
+        q, k, v: [heads, num_tokens, head_dim], q scaled.
+        rate, log_decay: [heads, num_tokens].
+        matrices: [heads, head_dim of v, head_dim of k], changed.
+
+    Returns:
+        [heads, num_tokens, head_dim]
+    """
+    out = np.empty_like(v)
+    factor = np.exp(log_decay)
+    for t in range(q.shape[1]):
+        matrices *= factor[:, t, None, None]
+        kept = np.matmul(matrices, k[:, t, :, None])[..., 0]
+        correction = rate[:, t, None] * (v[:, t] - kept)
+        matrices += correction[:, :, None] * k[:, t, None, :]
+        out[:, t] = np.matmul(matrices, q[:, t, :, None])[..., 0]
+    return out
+
+
+def by_chunks(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rate: np.ndarray, log_decay: np.ndarray, matrices: np.ndarray
+) -> np.ndarray:
+    """The same in chunks of CHUNK tokens, as products of matrices. Arguments as `by_token`."""
+    out = np.empty_like(v)
+    for start in range(0, q.shape[1], CHUNK):
+        part = slice(start, start + CHUNK)
+        out[:, part] = _chunk(q[:, part], k[:, part], v[:, part], rate[:, part], log_decay[:, part], matrices)
+    return out
+
+
+def _chunk(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rate: np.ndarray, log_decay: np.ndarray, matrices: np.ndarray
+) -> np.ndarray:
+    """One chunk.
+
+    What token i adds to the memory depends on what the tokens before it in the chunk added: a triangular system, whose
+    inverse turns values and keys into those of independent tokens (the WY form of a product of reflections).
+    """
+    total = np.cumsum(log_decay, axis=1, dtype=np.float64)  # differences of large sums: in float64
+    between = np.tril(np.ones((q.shape[1],) * 2, bool))
+    decays = np.exp(np.where(between, total[:, :, None] - total[:, None, :], -np.inf)).astype(q.dtype)
+    since_start = np.exp(total).astype(q.dtype)[:, :, None]
+    until_end = np.exp(total[:, -1:] - total).astype(q.dtype)[:, :, None]
+    keys_t = k.transpose(0, 2, 1)
+    coupling = np.tril(rate[:, :, None] * np.matmul(k, keys_t) * decays, -1)
+    inverse = _unit_lower_inverse(coupling)
+    # Right-hand sides first: one product instead of two, and values and what is kept of them cancel early.
+    kept = since_start * np.matmul(k, matrices.transpose(0, 2, 1))
+    values = np.matmul(inverse, rate[:, :, None] * (v - kept))
+    out = since_start * np.matmul(q, matrices.transpose(0, 2, 1))
+    out += np.matmul(np.matmul(q, keys_t) * decays, values)
+    matrices *= since_start[:, -1:]
+    matrices += np.matmul(values.transpose(0, 2, 1), until_end * k)
+    return out
+
+
+def _unit_lower_inverse(strict: np.ndarray) -> np.ndarray:
+    """(I + strict)⁻¹ for strictly lower triangular matrices [heads, n, n], by substitution: products of powers, which
+    are the same on paper, lose all digits in float32 when keys resemble each other."""
+    size = strict.shape[1]
+    inverse = np.zeros_like(strict)
+    for row in range(size):
+        if row:
+            inverse[:, row, :row] = -np.matmul(strict[:, row, None, :row], inverse[:, :row, :row])[:, 0]
+        inverse[:, row, row] = 1
+    return inverse
+
+
+GATED_DELTA_RULE = Op("gated_delta_rule", gated_delta_rule_ref)
+
+
+def gated_delta_rule(
+    device: Device,
+    qkv: Any,
+    beta: Any,
+    alpha: Any,
+    decay: Any,
+    dt_bias: Any,
+    heads: DeltaHeads,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    record: Any,
+    out: Any,
+) -> None:
+    """The gated delta rule over the tokens of each sequence. For each value head with its matrix S and its key head:
+
+        S  = exp(decay * softplus(alpha + dt_bias)) * S
+        S += sigmoid(beta) * (v - S k) kᵀ
+        out = S q / sqrt(head_dim)
+
+    S comes from row `state_rows` of the input block and goes to the other copy (that row with its lowest bit flipped),
+    whose mark becomes the sequence's epoch and next position. A row whose mark is not the sequence's epoch and the
+    position of its first token is not used: a STATE fault is recorded, out is 0 there, and the other copy becomes
+    nobody's.
+
+    Args:
+        qkv: [num_tokens, heads.num_channels] float32: queries, keys (both of length 1), values.
+        beta, alpha: [num_tokens, num_v_heads] float32, rows with any stride.
+        decay: [num_v_heads] float32, negative.
+        dt_bias: [num_v_heads] float32.
+        heads: how heads lie in a row.
+        inputs: the device's input block.
+        num_seqs: sequences of the ubatch.
+        state: one layer's matrices and marks; written.
+        record: fault record; appended to.
+        out: [num_tokens, num_v_heads * head_dim] float32.
+
+    Numerics: float32. The reference takes CHUNK tokens at once where a sequence has more than a few.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+
+    Source: Yang et al. 2024, arXiv:2412.06464 (the rule) and arXiv:2406.06484 (its form in chunks).
+    """
+    op, num_tokens = "gated_delta_rule", qkv.shape[0]
+    require(heads.num_v_heads % heads.num_k_heads == 0, op, f"{heads.num_v_heads} value, {heads.num_k_heads} key heads")
+    check_array(op, "qkv", qkv, (None, heads.num_channels), ("float32",))
+    for name, array in (("beta", beta), ("alpha", alpha)):
+        check_columns(op, name, array, heads.num_v_heads, ("float32",))
+        require(array.shape[0] == num_tokens, op, f"{name} has {array.shape[0]} rows, qkv {num_tokens}")
+    for name, array in (("decay", decay), ("dt_bias", dt_bias)):
+        check_array(op, name, array, (heads.num_v_heads,), ("float32",))
+    check_array(op, "out", out, (num_tokens, heads.v_size), ("float32",))
+    check_array(op, "record", record, faults.record_shape(), ("int32",))
+    wanted = (heads.num_v_heads, heads.head_dim, heads.head_dim)
+    require(tuple(state.matrices.shape[1:]) == wanted, op, f"the matrices are {state.matrices.shape[1:]}, not {wanted}")
+    device.launch(GATED_DELTA_RULE, qkv, beta, alpha, decay, dt_bias, heads, inputs, num_seqs, state, record, out)

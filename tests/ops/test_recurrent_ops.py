@@ -1,0 +1,331 @@
+"""Ops of recurrent layers against their formulas in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyllm import faults
+from pyllm.device import Device
+from pyllm.errors import ShapeError
+from pyllm.faults import FaultKind
+from pyllm.input_block import InputLayout, InputViews
+from pyllm.ops.causal_conv1d import causal_conv1d
+from pyllm.ops.gated_add import gated_add
+from pyllm.ops.gated_delta_rule import DeltaHeads, by_chunks, by_token, gated_delta_rule
+from pyllm.ops.gated_rms_norm import gated_rms_norm
+from pyllm.ops.l2_norm import l2_norm
+from pyllm.ops.sigmoid_mul import sigmoid_mul
+from pyllm.recurrent_cache import RecurrentCache
+from pyllm.recurrent_state import RecurrentShape
+from tests.ops.lives import SIZES, check_against_float64, input_views, on_device
+
+MAX_TOKENS = 600
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def wider(device: Device, array: np.ndarray) -> Any:
+    """A device array as columns of a wider one."""
+    padded = np.full((array.shape[0], array.shape[1] + 12), np.nan, array.dtype)
+    padded[:, 4 : 4 + array.shape[1]] = array
+    return on_device(device, padded)[:, 4 : 4 + array.shape[1]]
+
+
+class Sequences:
+    """Several sequences with states, and the input block of one ubatch of them."""
+
+    def __init__(self, device: Device, shape: RecurrentShape, counts: list[int]) -> None:
+        self.device, self.counts = device, counts
+        self.cache = RecurrentCache(device, shape, len(counts))
+        self.states = [self.cache.new_state() for _ in counts]
+        self.record = on_device(device, np.zeros(faults.record_shape(), np.int32))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    def inputs(self, **changed: Any) -> InputViews:
+        starts = [state.position for state in self.states]
+        fields = {
+            "positions": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, self.counts, strict=True)]),
+            "cu_seqlens": np.cumsum([0, *self.counts]),
+            "seq_ids": 10 + np.arange(len(self.counts)),
+            "state_rows": [state.row for state in self.states],
+            "state_epochs": [state.epoch for state in self.states],
+        }
+        return input_views(self.device, InputLayout(MAX_TOKENS, len(self.counts), 1), **{**fields, **changed})
+
+    def advance(self) -> None:
+        for state, count in zip(self.states, self.counts, strict=True):
+            state.advance(count)
+
+    def faults(self) -> list[faults.Fault]:
+        return faults.entries(self.device.download(self.record))
+
+
+def exact_conv(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The whole sequence from its start, in the type of x."""
+    taps = weight.shape[1]
+    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), x.dtype), x])
+    total = sum(padded[j : j + len(x)] * weight[:, j].astype(x.dtype) for j in range(taps))
+    return total * sigmoid(total)
+
+
+@pytest.mark.parametrize("num_taps", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [(1, 1, 1, 1, 1), (2, 1, 63), (5, 70), (257,)], ids=str)
+def test_causal_conv1d(device: Device, pieces: tuple[int, ...], num_taps: int) -> None:
+    """Two sequences cut into the same pieces give what each gives as a whole."""
+    channels = 97
+    shape = RecurrentShape((0, 3), num_taps, channels, 1, 8)
+    weight = random((channels, num_taps), 1)
+    whole = [random((sum(pieces), channels), 2 + index) for index in range(2)]
+    sequences = Sequences(device, shape, [0, 0])
+    found: list[list[np.ndarray]] = [[], []]
+    start = 0
+    for count in pieces:
+        sequences.counts = [count, count]
+        x = np.concatenate([part[start : start + count] for part in whole])
+        out = device.empty((2 * count, channels), np.float32)
+        inputs = sequences.inputs()
+        for state in sequences.cache.layers:
+            causal_conv1d(device, wider(device, x), on_device(device, weight), inputs, 2, state, out)
+        mark_written(sequences)
+        sequences.advance()
+        for index in range(2):
+            found[index].append(device.download(out)[index * count : (index + 1) * count])
+        start += count
+    for index in range(2):
+        exact = exact_conv(whole[index].astype(np.float64), weight)
+        plain = exact_conv(whole[index], weight)
+        check_against_float64(np.concatenate(found[index]), exact, plain)
+
+
+def mark_written(sequences: Sequences) -> None:
+    """The marks that gated_delta_rule leaves behind a step."""
+    marks = sequences.cache.rows.marks
+    values = sequences.device.download(marks)
+    for state, count in zip(sequences.states, sequences.counts, strict=True):
+        values[state.row ^ 1] = state.epoch, state.position + count
+    sequences.cache.rows.marks[...] = on_device(sequences.device, values)
+
+
+HEADS = [
+    DeltaHeads(1, 1, 16, True),
+    DeltaHeads(2, 4, 32, True),
+    DeltaHeads(2, 6, 32, False),
+    DeltaHeads(1, 2, 128, True),
+]
+
+
+def exact_rule(parts: dict[str, np.ndarray], heads: DeltaHeads, dtype: Any) -> np.ndarray:
+    """The recurrence for one sequence from its start, written out; [num_tokens, num_v_heads * head_dim]."""
+    dim, num_v = heads.head_dim, heads.num_v_heads
+    qkv, beta, alpha, decay, dt_bias = (parts[name].astype(dtype) for name in ("qkv", "beta", "alpha", "decay", "dt"))
+    out = np.zeros((len(qkv), num_v, dim), dtype)
+    for h in range(num_v):
+        key_head = h % heads.num_k_heads if heads.tiled else h * heads.num_k_heads // num_v
+        memory = np.zeros((dim, dim), dtype)
+        for t in range(len(qkv)):
+            q = qkv[t, key_head * dim : (key_head + 1) * dim]
+            k = qkv[t, heads.k_size + key_head * dim : heads.k_size + (key_head + 1) * dim]
+            v = qkv[t, 2 * heads.k_size + h * dim : 2 * heads.k_size + (h + 1) * dim]
+            memory = memory * np.exp(decay[h] * np.log1p(np.exp(alpha[t, h] + dt_bias[h])))
+            memory = memory + sigmoid(beta[t, h]) * np.outer(v - memory @ k, k)
+            out[t, h] = memory @ q / np.sqrt(dtype(dim))
+    return out.reshape(len(qkv), -1)
+
+
+def rule_inputs(count: int, heads: DeltaHeads, seed: int) -> dict[str, np.ndarray]:
+    qkv = random((count, heads.num_channels), seed)
+    keys = qkv[:, : 2 * heads.k_size].reshape(count, -1, heads.head_dim)
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    return {
+        "qkv": qkv,
+        "beta": random((count, heads.num_v_heads), seed + 1),
+        "alpha": random((count, heads.num_v_heads), seed + 2),
+        "decay": -np.exp(random((heads.num_v_heads,), 7)),
+        "dt": random((heads.num_v_heads,), 8),
+    }
+
+
+def run_rule(device: Device, sequences: Sequences, parts: dict[str, np.ndarray], heads: DeltaHeads, **inputs: Any):
+    out = device.empty((sequences.num_tokens, heads.v_size), np.float32)
+    (state,) = sequences.cache.layers
+    gated_delta_rule(
+        device,
+        on_device(device, parts["qkv"]),
+        wider(device, parts["beta"]),
+        wider(device, parts["alpha"]),
+        on_device(device, parts["decay"]),
+        on_device(device, parts["dt"]),
+        heads,
+        sequences.inputs(**inputs),
+        len(sequences.counts),
+        state,
+        sequences.record,
+        out,
+    )
+    return device.download(out)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("pieces", [(1, 1, 2), (9, 1, 63), (64, 65), (33, 97)], ids=str)
+def test_gated_delta_rule(device: Device, pieces: tuple[int, ...], heads: DeltaHeads) -> None:
+    """Two sequences of different lengths side by side, in pieces, give what the recurrence gives for each."""
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    sequences = Sequences(device, shape, [0, 0])
+    whole = [rule_inputs(sum(pieces), heads, 10), rule_inputs(len(pieces), heads, 20)]
+    found: list[list[np.ndarray]] = [[], []]
+    start = 0
+    for index, count in enumerate(pieces):
+        sequences.counts = [count, 1]
+        parts = {
+            name: np.concatenate([whole[0][name][start : start + count], whole[1][name][index : index + 1]])
+            if name in ("qkv", "beta", "alpha")
+            else whole[0][name]
+            for name in whole[0]
+        }
+        out = run_rule(device, sequences, parts, heads)
+        sequences.advance()
+        found[0].append(out[:count])
+        found[1].append(out[count:])
+        start += count
+    assert not sequences.faults()
+    for values, expected in zip(found, whole, strict=True):
+        exact = exact_rule(expected, heads, np.float64)
+        check_against_float64(np.concatenate(values), exact, exact_rule(expected, heads, np.float32), floor=1e-6)
+
+
+@pytest.mark.parametrize("form", [by_token, by_chunks])
+@pytest.mark.parametrize(("rate", "log_decay"), [(0.999, -1e-4), (0.99, -1e-6), (1.0, 0.0), (0.5, -5.0)])
+def test_4096_identical_tokens_stay_close_to_float64(form: Any, rate: float, log_decay: float) -> None:
+    count, dim, heads = 4096, 32, 2
+    q, k, v = (np.repeat(random((heads, 1, dim), seed), count, axis=1) for seed in (1, 2, 3))
+    for array in (q, k):
+        array /= np.linalg.norm(array, axis=-1, keepdims=True)
+    rates, decays = (np.full((heads, count), value, np.float32) for value in (rate, log_decay))
+    arguments = (q, k, v, rates, decays)
+    exact = by_token(*(array.astype(np.float64) for array in arguments), np.zeros((heads, dim, dim)))
+    matrices = np.zeros((heads, dim, dim), np.float32)
+    assert np.abs(form(*arguments, matrices) - exact).max() <= 1e-4
+
+
+@pytest.mark.parametrize("cosine", [0.5, 0.99])
+def test_chunks_of_tokens_that_resemble_each_other(cosine: float) -> None:
+    count, dim = 512, 32
+    common, own = random((1, 1, dim), 1), random((1, count, dim), 2)
+    k = np.sqrt(cosine) * common / np.linalg.norm(common) + np.sqrt(1 - cosine) * own / np.linalg.norm(
+        own, axis=-1, keepdims=True
+    )
+    k = (k / np.linalg.norm(k, axis=-1, keepdims=True)).astype(np.float32)
+    v, rates = random((1, count, dim), 3), np.full((1, count), 0.99, np.float32)
+    arguments = (k, k, v, rates, np.full((1, count), -1e-5, np.float32))
+    exact = by_token(*(array.astype(np.float64) for array in arguments), np.zeros((1, dim, dim)))
+    found = by_chunks(*arguments, np.zeros((1, dim, dim), np.float32))
+    assert np.abs(found - exact).max() <= 1e-4 * max(1.0, np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "found"),
+    [({"state_epochs": [1, 7]}, 7, 2), ({"positions": [0, 1, 5]}, 5, 0), ({"state_rows": [0, 3]}, 2, 0)],
+    ids=str,
+)
+def test_a_state_that_is_not_the_sequences_own_is_reported(
+    device: Device, changed: dict[str, Any], expected: int, found: int
+) -> None:
+    heads = HEADS[0]
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    sequences = Sequences(device, shape, [2, 1])
+    parts = rule_inputs(3, heads, 1)
+    out = run_rule(device, sequences, parts, heads, **changed)
+    (fault,) = sequences.faults()
+    row = changed.get("state_rows", [0, 2])[1]
+    position = changed.get("positions", [0, 1, 0])[2]
+    assert fault == faults.Fault(FaultKind.STATE, 11, 5, -1, row, position, expected, found)
+    assert "recurrent state" in str(fault) and "layer 5" in str(fault)
+    assert not out[2].any()
+    first = {name: part[:2] if name in ("qkv", "beta", "alpha") else part for name, part in parts.items()}
+    assert np.abs(out[:2] - exact_rule(first, heads, np.float64)).max() <= 1e-6
+    marks = device.download(sequences.cache.rows.marks)[:, 0].tolist()
+    assert marks[1] == [1, 2]  # the other sequence went on
+    assert marks[row ^ 1] == [0, 0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_l2_norm(device: Device, size: int) -> None:
+    x = random((3, 2 * size + 5), size)
+    x[1, :size] = 0
+    on = on_device(device, x)
+    l2_norm(device, on, 2, size, 1e-6)
+    found = device.download(on)
+
+    def formula(values: np.ndarray) -> np.ndarray:
+        heads = values[:, : 2 * size].reshape(3, 2, size)
+        return (heads / np.sqrt((heads**2).sum(-1, keepdims=True) + values.dtype.type(1e-6))).reshape(3, -1)
+
+    check_against_float64(found[:, : 2 * size], formula(x.astype(np.float64)), formula(x))
+    assert (found[:, 2 * size :] == x[:, 2 * size :]).all()
+
+
+@pytest.mark.parametrize("head_dim", SIZES)
+def test_gated_rms_norm(device: Device, head_dim: int) -> None:
+    x, gate, weight = random((5, 3 * head_dim), 1), 4 * random((5, 3 * head_dim), 2), random((head_dim,), 3)
+    gate[0, 0], gate[1, 0] = -200, 200
+    out = device.empty(x.shape, np.float32)
+    gated_rms_norm(device, on_device(device, x), on_device(device, weight), 1e-6, wider(device, gate), out)
+
+    def formula(dtype: Any) -> np.ndarray:
+        heads = x.astype(dtype).reshape(5, 3, head_dim)
+        normed = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + dtype(1e-6)) * weight.astype(dtype)
+        with np.errstate(over="ignore"):
+            return normed.reshape(x.shape) * gate * sigmoid(gate.astype(dtype))
+
+    check_against_float64(device.download(out), formula(np.float64), formula(np.float32))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sigmoid_mul(device: Device, size: int) -> None:
+    gate, x = 4 * random((3, size), 1), random((3, size), 2)
+    gate[0, 0] = -200
+    on = on_device(device, x)
+    sigmoid_mul(device, wider(device, gate), on, on)
+    with np.errstate(over="ignore"):
+        exact, plain = x * sigmoid(gate.astype(np.float64)), x * sigmoid(gate)
+    check_against_float64(device.download(on), exact, plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gated_add(device: Device, size: int) -> None:
+    h, weight, x, out = (random(shape, seed) for seed, shape in enumerate([(3, 64), (64,), (3, size), (3, size)]))
+    on = on_device(device, out)
+    gated_add(device, on_device(device, h), on_device(device, weight), on_device(device, x), on)
+    exact = out + x * sigmoid((h.astype(np.float64) * weight).sum(-1, keepdims=True))
+    plain = out + x * sigmoid((h * weight).sum(-1, keepdims=True))
+    check_against_float64(device.download(on), exact, plain)
+
+
+def test_arguments_that_do_not_fit_are_refused(device: Device) -> None:
+    x = on_device(device, random((2, 8)))
+    with pytest.raises(ShapeError, match="l2_norm: 3 heads of 4, 8 columns"):
+        l2_norm(device, x, 3, 4, 1e-6)
+    with pytest.raises(ShapeError, match="gate has shape"):
+        sigmoid_mul(device, x[:, :4], x, x)
+    with pytest.raises(ShapeError, match="side by side"):
+        sigmoid_mul(device, on_device(device, random((2, 16)))[:, ::2], x, x)
+    with pytest.raises(ShapeError, match="no heads of 3"):
+        gated_rms_norm(device, x, on_device(device, random((3,))), 1e-6, x, x)
+    sequences = Sequences(device, RecurrentShape((0,), 4, 8, 1, 8), [2])
+    with pytest.raises(ShapeError, match="the windows are"):
+        weight = on_device(device, random((8, 3)))
+        causal_conv1d(
+            device, x, weight, sequences.inputs(), 1, sequences.cache.layers[0], on_device(device, random((2, 8)))
+        )
