@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +19,10 @@ from pyllm import faults
 from pyllm.device import Device, Event
 from pyllm.device.base import Graph, NotCapturable
 from pyllm.errors import UsageError
-from pyllm.input_block import InputLayout, InputViews
+from pyllm.input_block import IN_PLACE, InputLayout, InputViews
 from pyllm.input_slots import InputRing, InputSlot
 from pyllm.kv_cache import KVCache, SequenceKV
+from pyllm.ops.check_inputs import check_inputs
 from pyllm.ops.copy_inputs import copy_inputs
 from pyllm.ops.keep_tokens import keep_tokens
 from pyllm.ops.top_k import scratch_columns, top_k
@@ -61,7 +62,8 @@ class Batch:
     """What a model's forward pass gets: device views and host-side extents of one ubatch.
 
     Attributes:
-        inputs: the input block.
+        inputs: the input block; with zero-copy its tables lie in a slot.
+        slot: number of the slot that `inputs` lies in; 0: in the block alone.
         num_tokens, num_seqs, num_outputs: extents of this ubatch.
         longest: most tokens that one sequence has in it.
         most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
@@ -79,6 +81,7 @@ class Batch:
     cache: KVCache
     workspace: Workspace
     record: Any
+    slot: int = 0
 
 
 class Model(Protocol):
@@ -233,6 +236,7 @@ class Executor:
         layout: capacity of a ubatch.
         ring_depth: input slots.
         inflight: ubatches that may be queued and not yet done; bounds how long an interrupt has to wait.
+        zero_copy: ops read the tables of K/V rows in the slot; it is free again when the ubatch has run.
     """
 
     def __init__(
@@ -244,6 +248,7 @@ class Executor:
         ring_depth: int,
         inflight: int,
         hooks: TestHooks = TestHooks(),
+        zero_copy: bool = False,
     ) -> None:
         for name, value in (("ring_depth", ring_depth), ("inflight", inflight)):
             if value < 1:
@@ -256,7 +261,8 @@ class Executor:
         self._ring = InputRing(device, layout, ring_depth, wait=not hooks.drop_wait)
         self._enforce = hooks.enforce
         self._block = device.upload(np.zeros(layout.num_bytes, np.uint8))
-        self._inputs = layout.views(self._block)
+        self._zero_copy = zero_copy
+        self._inputs = self._views_by_slot()
         self._kept = device.upload(np.zeros(layout.max_seqs, np.int32))
         self._step_counter = device.upload(np.zeros(1, np.int64))
         self._record = device.upload(np.zeros(faults.record_shape(), np.int32))
@@ -288,7 +294,7 @@ class Executor:
         try:
             with self.device.step():
                 self._queue_inputs(slot)
-                self._queue_model(segments, outputs)
+                self._queue_model(slot, segments, outputs)
                 done = self.device.record()
         except BaseException:
             self._broke_off = True
@@ -303,10 +309,25 @@ class Executor:
     def _queue_inputs(self, slot: InputSlot) -> None:
         try:
             device, block, counter = self.device, self._block, self._step_counter
-            copy_inputs(device, slot.bytes, self.layout, self._enforce, block, counter, self._kept, self._record)
+            copy_inputs(
+                *(device, slot.bytes, self.layout, self._enforce, block, counter, self._kept, self._record),
+                in_place=self._zero_copy,
+            )
             self._serial += 1
         finally:
-            slot.read_behind(self.device.record())
+            if not self._zero_copy:
+                slot.read_behind(self.device.record())
+
+    def _views_by_slot(self) -> dict[int, InputViews]:
+        """What ops read, by number of the slot; 0 stands for all of them."""
+        block = self.layout.views(self._block)
+        if not self._zero_copy:
+            return {0: block}
+        views = {}
+        for slot in self._ring.slots:
+            mapped = self.layout.views(slot.mapped)
+            views[slot.number] = replace(block, **{name: getattr(mapped, name) for name in IN_PLACE})
+        return views
 
     def _num_candidates(self, segments: Sequence[Segment]) -> int:
         """How many logits of each row to bring back; 0 for all of them."""
@@ -314,11 +335,24 @@ class Executor:
             return 0
         return min(CANDIDATES, self.model.vocab_size)
 
-    def _queue_model(self, segments: Sequence[Segment], outputs: Outputs) -> None:
+    def _queue_model(self, slot: InputSlot, segments: Sequence[Segment], outputs: Outputs) -> None:
+        try:
+            source = slot.number if self._zero_copy else 0
+            results = self._run_model(self._batch(source, segments), outputs.num_candidates)
+            if self._zero_copy:
+                check_inputs(self.device, slot.bytes, self.layout, self._block, self._step_counter, self._record)
+        finally:
+            if self._zero_copy:
+                slot.read_behind(self.device.record())
+        for array, target in zip(results, outputs.arrays, strict=False):
+            self.device.copy_to_pinned(array, target)
+        self.device.copy_to_pinned(self._record, outputs.record)
+
+    def _batch(self, slot: int, segments: Sequence[Segment]) -> Batch:
         counts = [len(segment.token_ids) for segment in segments]
         longest, most_rows = max(counts), max(s.start + len(s.token_ids) for s in segments)
-        batch = Batch(
-            inputs=self._inputs,
+        return Batch(
+            inputs=self._inputs[slot],
             num_tokens=sum(counts),
             num_seqs=len(segments),
             num_outputs=sum(segment.num_outputs for segment in segments),
@@ -327,10 +361,8 @@ class Executor:
             cache=self.cache,
             workspace=self.workspace,
             record=self._record,
+            slot=slot,
         )
-        for source, target in zip(self._run_model(batch, outputs.num_candidates), outputs.arrays, strict=False):
-            self.device.copy_to_pinned(source, target)
-        self.device.copy_to_pinned(self._record, outputs.record)
 
     def _run_model(self, batch: Batch, num_candidates: int) -> list[Any]:
         """Queue the model's ops; returns device arrays for the outputs.
@@ -340,7 +372,8 @@ class Executor:
         """
         if not self.device.captures:
             return self._compute(batch, num_candidates)
-        key = (batch.num_tokens, batch.num_seqs, batch.longest, batch.num_outputs, batch.most_rows, num_candidates)
+        sizes = (batch.num_tokens, batch.num_seqs, batch.longest, batch.num_outputs, batch.most_rows, num_candidates)
+        key = (*sizes, batch.slot)  # a recording names addresses, those of the slot among them
         self._forget_moved()
         captured = self._captured.pop(key, None)
         if captured is None and key in self._warm and key not in self._plain:

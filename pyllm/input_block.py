@@ -13,6 +13,10 @@ from typing import Any
 
 import numpy as np
 
+# What `--inputs zero-copy` leaves in the slot: all that says where K/V rows lie. Neighbours in memory. Extents are never
+# among them: an op whose extents changed while it runs could leave its arrays.
+IN_PLACE = ("positions", "token_seq", "row_ids", "page_table", "page_epochs")
+
 FIELD_ALIGNMENT = 64  # bytes, so that every field can be read with vector loads
 
 
@@ -77,24 +81,33 @@ class InputLayout:
             "head_serial": ((1,), np.int64),
             "status": ((1,), np.int32),
             "token_ids": ((tokens,), np.int32),
-            "positions": ((tokens,), np.int32),
-            "token_seq": ((tokens,), np.int32),
-            "row_ids": ((tokens,), np.int64),
             "out_tokens": ((tokens,), np.int32),
             "out_places": ((tokens,), np.int32),
             "cu_seqlens": ((seqs + 1,), np.int32),
             "kv_lens": ((seqs,), np.int32),
             "seq_ids": ((seqs,), np.int32),
-            "page_table": ((seqs, pages), np.int32),
-            "page_epochs": ((seqs, pages), np.uint32),
             "state_rows": ((seqs,), np.int32),
             "state_epochs": ((seqs,), np.uint32),
+            # IN_PLACE, as one piece:
+            "positions": ((tokens,), np.int32),
+            "token_seq": ((tokens,), np.int32),
+            "row_ids": ((tokens,), np.int64),
+            "page_table": ((seqs, pages), np.int32),
+            "page_epochs": ((seqs, pages), np.uint32),
             "tail_serial": ((1,), np.int64),
         }
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Name to first byte and the byte behind the last; all multiples of 8 at the start."""
         return _spans(self)
+
+    def in_place_span(self) -> tuple[int, int]:
+        """First byte of the fields of IN_PLACE, and the byte behind the last; nothing else lies between."""
+        names = list(self.fields())
+        first = names.index(IN_PLACE[0])
+        assert tuple(names[first : first + len(IN_PLACE)]) == IN_PLACE
+        spans = self.spans()
+        return spans[IN_PLACE[0]][0], spans[names[first + len(IN_PLACE)]][0]
 
     @property
     def num_bytes(self) -> int:

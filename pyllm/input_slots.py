@@ -15,10 +15,15 @@ class InputSlot:
 
     Attributes:
         bytes: [layout.num_bytes] uint8, what the device copies; read-only for the host.
+        mapped: the same memory for launches that read it in place.
+        number: of the slot in its ring, from 1 on.
     """
 
-    def __init__(self, device: Device, layout: InputLayout) -> None:
-        self._buffer = device.pinned(layout.num_bytes).array
+    def __init__(self, device: Device, layout: InputLayout, number: int) -> None:
+        pinned = device.pinned(layout.num_bytes)
+        self.mapped = device.mapped(pinned)
+        self.number = number
+        self._buffer = pinned.array
         self._buffer[:] = 0
         self._layout = layout
         self._views: InputViews | None = None
@@ -63,9 +68,13 @@ class InputRing:
 
     def __init__(self, device: Device, layout: InputLayout, depth: int, wait: bool = True) -> None:
         self._device = device
-        self._slots = [InputSlot(device, layout) for _ in range(depth)]
+        self._slots = [InputSlot(device, layout, 1 + index) for index in range(depth)]
         self._next = 0
         self._wait = wait
+
+    @property
+    def slots(self) -> tuple[InputSlot, ...]:
+        return tuple(self._slots)
 
     def acquire(self) -> tuple[InputSlot, InputViews]:
         """The next slot and writable views of it, once the device has read its former content."""

@@ -21,6 +21,7 @@ from pyllm.kernel_check import Arguments, Case, convert
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.ops.add import ADD
+from pyllm.ops.check_inputs import CHECK_INPUTS
 from pyllm.ops.clear_tags import CLEAR_TAGS
 from pyllm.ops.copy_inputs import COPY_INPUTS
 from pyllm.ops.copy_rows import COPY_ROWS
@@ -615,10 +616,11 @@ def _list(numbers: Sequence[int]) -> str:
 
 def _copy_inputs_cases() -> Iterator[Case]:
     for name, serial in (("the right serial", 5), ("a wrong serial", 6)):
-        yield Case(COPY_INPUTS, name, partial(_copy_inputs, serial), (3, 4, 6), floor=None)
+        for place, in_place in (("", False), (", tables left in the slot", True)):
+            yield Case(COPY_INPUTS, name + place, partial(_copy_inputs, serial, in_place), (3, 4, 6), floor=None)
 
 
-def _copy_inputs(serial: int, rng: Rng) -> Arguments:
+def _copy_inputs(serial: int, in_place: bool, rng: Rng) -> Arguments:
     layout = InputLayout(max_tokens=300, max_seqs=4, max_pages=40)
     slot = rng.integers(0, 256, layout.num_bytes, np.uint8)
     views = layout.views(slot)
@@ -626,15 +628,31 @@ def _copy_inputs(serial: int, rng: Rng) -> Arguments:
     block = np.full(layout.num_bytes, 0xFF, np.uint8)
     views.token_ids[:] = np.where(rng.random(300) < 0.1, -1 - rng.integers(0, 4, 300), rng.integers(0, 99, 300))
     kept = rng.integers(100, 200, 4, np.int32)
-    return slot, layout, True, block, np.array([4], np.int64), kept, np.full(faults.record_shape(), 99, np.int32)
+    record = np.full(faults.record_shape(), 99, np.int32)
+    return slot, layout, True, block, np.array([4], np.int64), kept, record, in_place
+
+
+def _check_inputs_cases() -> Iterator[Case]:
+    for name, copied, serial in (("untouched", 5, 5), ("overwritten", 5, 6), ("reported already", 6, 6)):
+        yield Case(CHECK_INPUTS, name, partial(_check_inputs, copied, serial), (4,), floor=None)
+
+
+def _check_inputs(copied: int, serial: int, rng: Rng) -> Arguments:
+    layout = InputLayout(max_tokens=300, max_seqs=4, max_pages=40)
+    slot, block = (rng.integers(0, 256, layout.num_bytes, np.uint8) for _ in range(2))
+    for array, number in ((slot, serial), (block, copied)):
+        views = layout.views(array)
+        views.head_serial[0] = views.tail_serial[0] = number
+    return slot, layout, block, np.array([5], np.int64), np.zeros(faults.record_shape(), np.int32)
 
 
 def _keep_tokens_cases() -> Iterator[Case]:
-    def arguments(rng: Rng) -> Arguments:
-        places = np.where(rng.random(200) < 0.5, -1, rng.permutation(200)).astype(np.int32)
-        return rng.integers(0, 999, (200, 3), np.int32), places, np.full(200, -7, np.int32)
+    def arguments(rows: int, rng: Rng) -> Arguments:
+        places = np.where(rng.random(rows) < 0.5, -1, rng.permutation(rows)).astype(np.int32)
+        return rng.integers(0, 999, (rows, 3), np.int32), places, np.full(rows, -7, np.int32)
 
-    yield Case(KEEP_TOKENS, "200 rows", arguments, (2,), floor=None)
+    for rows in (1, 200):
+        yield Case(KEEP_TOKENS, f"{rows} rows", partial(arguments, rows), (2,), floor=None)
 
 
 def _clear_tags_cases() -> Iterator[Case]:
@@ -692,6 +710,7 @@ def _top_k(rows: int, columns: int, k: int, rng: Rng) -> Arguments:
 
 _GROUPS = (
     _add_cases,
+    _check_inputs_cases,
     _clear_tags_cases,
     _copy_inputs_cases,
     _keep_tokens_cases,

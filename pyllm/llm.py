@@ -44,6 +44,8 @@ PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
 
 TAG_BYTES = 4  # beside each row of each layer
 
+INPUTS = ("copy", "zero-copy")
+
 MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
 Progress = Callable[[int, int], None]
@@ -82,6 +84,7 @@ class EngineOptions:
     page_size: int = PAGE_SIZE
     ring_depth: int | None = None
     page_order: Sequence[int] | None = None
+    inputs: str = "copy"
     kv_trace: str | os.PathLike[str] | None = None
     kv_trace_every: int = DEFAULT_EVERY
     hooks: TestHooks = field(default_factory=TestHooks)
@@ -93,6 +96,8 @@ class EngineOptions:
                 continue
             if type(value) is not int or not 1 <= value <= MAX_OPTION:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
+        if self.inputs not in INPUTS:
+            raise UsageError(f"inputs is {self.inputs!r}; choose one of {', '.join(INPUTS)}")
 
 
 class LLM:
@@ -112,6 +117,8 @@ class LLM:
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
+        inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
+            are read in pinned host memory. The results are the same; zero-copy is for measurements.
         kv_trace: a file for hashes of the K/V rows that sequences give up, for diagnostics; see `pyllm.kv_trace`.
         kv_trace_every: hash the rows of each so-manieth position.
 
@@ -138,12 +145,14 @@ class LLM:
         *,
         inflight: int | None = None,
         graphs: bool = True,
+        inputs: str = "copy",
         kv_trace: str | os.PathLike[str] | None = None,
         kv_trace_every: int = DEFAULT_EVERY,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
             *(ctx_size, batch_size, ubatch_size, kv_type, n_seqs, inflight),
+            inputs=inputs,
             kv_trace=kv_trace,
             kv_trace_every=kv_trace_every,
         )
@@ -217,7 +226,10 @@ class LLM:
         layout = InputLayout(ubatch_size, options.n_seqs, max_pages)
         inflight = options.inflight or self._device.default_inflight
         ring_depth = options.ring_depth or inflight
-        self._executor = Executor(self._device, model, self._cache, layout, ring_depth, inflight, options.hooks)
+        self._executor = Executor(
+            *(self._device, model, self._cache, layout, ring_depth, inflight, options.hooks),
+            zero_copy=options.inputs == "zero-copy",
+        )
         if options.kv_trace is not None:
             submitted = partial(getattr, self._executor, "num_submitted")
             self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)

@@ -2,6 +2,7 @@
 //
 // Shapes    slot, block [num_words] u64; step_counter [1] i64; record [record_words] i32
 //           head_word, tail_word, status_word: where the serials and the status lie, in u64 words
+//           left_word .. left_stop-1: words that are left out, since the ubatch reads them in the slot
 //           rows_word, num_rows: the row ids, i64; tokens_word: as many token ids, i32; kept [num_kept] i32
 // Launch    grid (1), block (1024): one block, so that its barriers order everything
 // Sync      all threads copy, then a barrier; thread 0 judges, a barrier; on a mismatch all threads empty the block, else
@@ -14,10 +15,12 @@
 KERNEL(1024) copy_inputs(const u64* RESTRICT slot, u64* RESTRICT block, i64* RESTRICT step_counter,
                          const i32* RESTRICT kept, i32* RESTRICT record, i32 num_words, i32 record_words,
                          i32 head_word, i32 tail_word, i32 status_word, i32 rows_word, i32 tokens_word, i32 num_rows,
-                         i32 num_kept, i32 enforce) {
+                         i32 num_kept, i32 enforce, i32 left_word, i32 left_stop) {
     SHARED i32 wrong;
     const i32 thread = threadIdx.x;
-    for (i32 i = thread; i < num_words; i += blockDim.x) block[i] = slot[i];
+    for (i32 i = thread; i < num_words; i += blockDim.x) {
+        if (i < left_word || i >= left_stop) block[i] = slot[i];
+    }
     for (i32 i = thread; i < record_words; i += blockDim.x) record[i] = 0;
     BARRIER();
     if (thread == 0) {

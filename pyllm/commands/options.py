@@ -172,6 +172,7 @@ class EngineOptions:
     device: str
     no_graphs: bool
     inflight: int | None
+    inputs: str | None
     kv_trace: str | None
     kv_trace_every: int | None
 
@@ -211,6 +212,11 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
         ),
         click.option("--no-graphs", is_flag=True, help="Queue each op by itself instead of replaying decode steps."),
         click.option("--inflight", type=SIZE, help="Steps queued ahead of the device. [default: 2; on a GPU 4]"),
+        click.option(
+            "--inputs",
+            type=click.Choice(["copy", "zero-copy"]),
+            help="Whether a GPU reads a step's inputs in memory of its own or, to compare, the host's. [default: copy]",
+        ),
         click.option(
             "--kv-trace", metavar="FILE", help="Write hashes of the K/V rows that sequences give up; see pyllm kv-diff."
         ),

@@ -111,6 +111,10 @@ class Device(ABC):
         """Give a pinned buffer back. It is used again only when all work queued so far has run."""
 
     @abstractmethod
+    def mapped(self, buffer: PinnedBuffer) -> Any:
+        """A pinned buffer as launches see it that read it in place: an array of its bytes, not to be written."""
+
+    @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
         """Copy a host array into fresh device memory; returns when `array` may be changed again."""
 

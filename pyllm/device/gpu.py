@@ -29,6 +29,9 @@ from pyllm.quants import GPU_TYPES, QuantType
 STAGING_BYTES = 32 << 20  # of each pinned buffer through which uploads go
 STAGING_BUFFERS = 2
 DEFAULT_SHARED = 32 << 10  # dynamic shared memory that every kernel may have, whatever it has besides
+COHERENT = (
+    0x40000000  # hipHostMallocCoherent: without it a GPU of AMD sees what the host wrote at synchronisations only
+)
 INSTALL = "pip install 'pyllm[cuda12]', 'pyllm[cuda13]' or 'pyllm[rocm7]'"
 WMMA_ARCHS = ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151")
 MFMA_ARCHS = ("gfx90a", "gfx942")
@@ -199,7 +202,7 @@ class GpuDevice(Device):
 
     def _allocate_pinned(self, size: int) -> np.ndarray:
         with device_errors():
-            owner = self._cupy.cuda.PinnedMemory(size)
+            owner = self._cupy.cuda.PinnedMemory(size, COHERENT if self.target.vendor == "hip" else 0)
         self._pinned_owners.append(owner)  # freed at close only: nothing unmaps what a copy may still read
         return np.frombuffer(memoryview((ctypes.c_ubyte * size).from_address(owner.ptr)), np.uint8)
 
@@ -218,6 +221,12 @@ class GpuDevice(Device):
 
     def release_pinned(self, buffer: PinnedBuffer) -> None:
         self.pinned_memory.release(buffer.array, self.record())
+
+    def mapped(self, buffer: PinnedBuffer) -> Any:
+        array = buffer.array
+        device = self._cupy.cuda.device.get_device_id()
+        memory = self._cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, buffer, device)
+        return self._cupy.ndarray((array.nbytes,), np.uint8, memptr=self._cupy.cuda.MemoryPointer(memory, 0))
 
     def upload(self, array: np.ndarray) -> Any:
         target = self.empty(array.shape, array.dtype)

@@ -82,6 +82,11 @@ class HostDevice(Device):
     def release_pinned(self, buffer: PinnedBuffer) -> None:
         self.pinned_memory.release(buffer.array, self.record())
 
+    def mapped(self, buffer: PinnedBuffer) -> np.ndarray:
+        view = buffer.array[:]
+        view.flags.writeable = False
+        return view
+
     def upload(self, array: np.ndarray) -> np.ndarray:
         target = self.empty(array.shape, array.dtype)
         target[...] = array

@@ -23,10 +23,13 @@ def copy_inputs_ref(
     step_counter: np.ndarray,
     kept: np.ndarray,
     record: np.ndarray,
+    in_place: bool = False,
 ) -> None:
     record[...] = 0
     step_counter += 1
-    block[...] = slot
+    start, stop = layout.in_place_span() if in_place else (0, 0)
+    block[:start] = slot[:start]
+    block[stop:] = slot[stop:]
     inputs = layout.views(block)
     head, tail, expected = int(inputs.head_serial[0]), int(inputs.tail_serial[0]), int(step_counter[0])
     if head == tail == expected:
@@ -51,11 +54,13 @@ def plan_copy_inputs(
     step_counter: Any,
     kept: Any,
     record: Any,
+    in_place: bool = False,
 ) -> list[KernelLaunch]:
     word = {name: start // 8 for name, (start, _) in layout.spans().items()}
     sizes = (layout.num_bytes // 8, record.size, word["head_serial"], word["tail_serial"], word["status"])
     rows = (word["row_ids"], word["token_ids"], layout.max_tokens, kept.shape[0], enforce)
-    args = (slot, block, step_counter, kept, record, *map(np.int32, sizes), *map(np.int32, rows))
+    left = (start // 8 for start in (layout.in_place_span() if in_place else (0, 0)))
+    args = (slot, block, step_counter, kept, record, *map(np.int32, (*sizes, *rows, *left)))
     return [KernelLaunch("copy_inputs", "copy_inputs", (1,), (1024,), args)]
 
 
@@ -71,6 +76,7 @@ def copy_inputs(
     step_counter: Any,
     kept: Any,
     record: Any,
+    in_place: bool = False,
 ) -> None:
     """Copy a slot into the input block and check that it is the ubatch whose turn it is.
 
@@ -86,6 +92,7 @@ def copy_inputs(
         step_counter: [1] int64; advanced.
         kept: [num_places] int32, from `keep_tokens`.
         record: fault record (pyllm.faults), int32; cleared, then written.
+        in_place: leave out what the ubatch's ops read in the slot itself (`input_block.IN_PLACE`).
 
     Raises:
         ShapeError: an array does not fit the layout.
@@ -95,4 +102,4 @@ def copy_inputs(
     check_array("copy_inputs", "step_counter", step_counter, (1,), ("int64",))
     check_array("copy_inputs", "kept", kept, (None,), ("int32",))
     check_array("copy_inputs", "record", record, faults.record_shape(), ("int32",))
-    device.launch(COPY_INPUTS, slot, layout, enforce, block, step_counter, kept, record)
+    device.launch(COPY_INPUTS, slot, layout, enforce, block, step_counter, kept, record, in_place)

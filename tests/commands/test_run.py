@@ -18,7 +18,7 @@ from pyllm.commands.answer import Timings, summary
 from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
 from pyllm.kv_types import KV_TYPES
-from pyllm.llm import Chunk, EngineOptions
+from pyllm.llm import INPUTS, Chunk, EngineOptions
 from pyllm.sampling import SamplingParams
 from tests.commands.fake_llm import FakeLLM
 
@@ -81,7 +81,7 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
 
 def test_choices_are_those_of_the_engine() -> None:
     choices = {option.name: set(option.type.choices) for option in command.params if hasattr(option.type, "choices")}
-    assert choices == {"device": set(DEVICE_NAMES), "kv_type": set(KV_TYPES)}
+    assert choices == {"device": set(DEVICE_NAMES), "kv_type": set(KV_TYPES), "inputs": set(INPUTS)}
 
 
 def test_sampling_options(run: Run) -> None:
@@ -140,8 +140,9 @@ def test_engine_options(run: Run) -> None:
     assert FakeLLM.opened.options == expected
     run("Hi", "--no-graphs", "--device", "emulated")
     assert FakeLLM.opened.options == {"device": "emulated", "graphs": False}
-    run("Hi", "--inflight", "3", "--kv-trace", "x.jsonl", "--kv-trace-every", "5")
+    run("Hi", "--inflight", "3", "--inputs", "zero-copy", "--kv-trace", "x.jsonl", "--kv-trace-every", "5")
     expected = {"device": "auto", "graphs": True, "inflight": 3, "kv_trace": "x.jsonl", "kv_trace_every": 5}
+    expected["inputs"] = "zero-copy"
     assert FakeLLM.opened.options == expected
 
 
