@@ -83,7 +83,7 @@ def group_experts_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Be
 
 
 def mul_mat_id_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
-    for qtype in (QuantType.Q4_K, QuantType.Q8_0):
+    for qtype in sizes.all_matrices:
         for tokens in sizes.expert_tokens:
             yield _experts_case(qtype, tokens, *sizes.experts)
 

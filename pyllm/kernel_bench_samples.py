@@ -58,12 +58,13 @@ class Sizes:
 
 REAL = Sizes()
 SMALL = Sizes(
-    tokens=(1, 33),
-    matrices=((96, 512),),
+    tokens=(1, 17),
+    matrices=((64, 256),),
+    all_matrices=(QuantType.Q4_K,),
     few=2,
     many=9,
     hidden=256,
-    inner=512,
+    inner=256,
     kv_width=128,
     heads=((16, 2, 2), (32, 4, 2)),
     prefill_rows=(70,),

@@ -24,7 +24,7 @@ from pyllm.ops.add import ADD
 from pyllm.ops.op import Op
 from pyllm.quants import QuantType
 
-TYPES = (QuantType.F32, QuantType.F16, QuantType.Q4_K, QuantType.Q8_0)
+TYPES = (QuantType.F16, QuantType.Q4_K)
 
 
 class StubTimer:
