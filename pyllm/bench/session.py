@@ -36,6 +36,7 @@ class ModelFacts:
         num_bytes: of all tensors.
         types: number of tensors of each block type, the one with most bytes first.
         context_length: tokens that it was trained for.
+        recurrent: some layers keep a state instead of rows.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class ModelFacts:
     types: dict[str, int]
     context_length: int
     traffic: Traffic
+    recurrent: bool = False
 
 
 def read_model(path: Path) -> ModelFacts:
@@ -69,6 +71,7 @@ def read_model(path: Path) -> ModelFacts:
             {name: len(of_type) for name, of_type in ordered},
             config.context_length,
             traffic_of(gguf),
+            gguf.arch_key("ssm.state_size") in gguf.metadata,
         )
 
 
@@ -162,6 +165,8 @@ class Session:
     def _engine(self, points: list[Point]) -> Iterator[EngineUnderTest]:
         """An engine that holds the largest of some points."""
         sequences = max(point.sequences for point in points)
+        if self.model.recurrent:  # prefixes have states, too, and for a moment the one that one of them is made of
+            sequences = 2 * sequences + 1
         options = replace(self.options, ctx_size=self._context(points), n_seqs=sequences)
         self.progress(0, self._num_steps, "loading")
         device = open_device(self.device, self.graphs)

@@ -147,6 +147,14 @@ def test_a_session(tiny: Path) -> None:
     assert max(done for done, _ in shown) == shown[0][1] - 1
 
 
+def test_recurrent_models_too() -> None:
+    model = Path(__file__).parents[1] / "data" / "refdata" / "models" / "qwen35-a-f16.gguf"
+    plan, results = Plan.of((20,), 4, (0, 70, 100), (2,), 1), Results()
+    Session(read_model(model), plan, "cpu").run(results)
+    assert [row.point for row in results.rows] == plan.all_points() and results.passed
+    assert results.figures[0].same_top == 16
+
+
 def test_a_context_that_is_too_short(tiny: Path) -> None:
     model = read_model(tiny)
     with pytest.raises(UsageError, match=r"decode 10 behind 502 needs a context of 577 tokens; .* was trained for 512"):
