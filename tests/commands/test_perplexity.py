@@ -21,7 +21,7 @@ from pyllm.perplexity import cut_windows, log_softmax
 from tests.refdata import ROOT, model_path, quant_path
 
 CHECKOUT = Path(__file__).parents[2]
-MODEL = quant_path("llama-q-Q8_0")
+MODEL = quant_path("llama-q-Q4_K_M-mix")
 OTHER = quant_path("llama-q-Q4_0")
 TEXT = ROOT / "real" / "ppl_text.txt"
 REFERENCE = json.loads((ROOT / "real" / "perplexity.json").read_text())
@@ -74,7 +74,7 @@ def test_comparison_with_itself_and_with_another(tmp_path: Path) -> None:
     assert same["file"] == str(base)
     assert same["kl"]["value"] < 1e-7 and same["kl_max"] < 1e-6 and same["same_top"]["value"] == 1
     shown = invoke(OTHER, "-f", TEXT, *SHORT, "--kl-base", base)
-    assert "Comparing with llama-q-Q8_0.gguf\n" in shown.stderr
+    assert "Comparing with llama-q-Q4_K_M-mix.gguf\n" in shown.stderr
     assert [line.split(":")[0] for line in shown.stdout.splitlines()] == [
         "Perplexity",
         "Base perplexity",

@@ -13,7 +13,11 @@ from pyllm.sampling import SamplingParams
 from tests.engine import open_engine
 from tests.refdata import PROMPTS, model_path, reference
 
-MODELS = {"llama-a": "llama-a-f32", "qwen3-a": "qwen3-a-bf16"}
+MODELS = {
+    "llama-a": "llama-a-f32",
+    "qwen3-a": "qwen3-a-bf16",
+    "qwen3next-b-eqheads": "qwen3next-b-eqheads-bf16",
+}
 CTX_SIZE, PAGE_SIZE, NUM_SEQS = 320, 16, 3
 NUM_PAGES = NUM_SEQS * CTX_SIZE // PAGE_SIZE
 

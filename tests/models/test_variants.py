@@ -77,11 +77,11 @@ def test_final_soft_cap_bounds_the_logits(tmp_path: Path) -> None:
 
 
 def test_weights_beyond_the_budget_stay_packed_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    ref = quant_reference("llama-q-Q4_K")
+    ref = quant_reference("llama-q-Q4_0")
     device = HostDevice(poison=True, weight_budget=700_000)
-    with open_engine(quant_path("llama-q-Q4_K"), device) as llm:
+    with open_engine(quant_path("llama-q-Q4_0"), device) as llm:
         types = {weight.qtype for weight in llm.weights.matrices}
-        assert types == {QuantType.F32, QuantType.Q4_K}
+        assert types == {QuantType.F32, QuantType.Q4_0}
         assert sum(w.array.nbytes for w in llm.weights.matrices if w.qtype == F32) <= 700_000
         logits = llm.logits(ref["n70_tokens"].tolist())
         assert np.abs(logits[-8:] - ref["n70_logits_last8"]).max() < 1e-3

@@ -420,7 +420,7 @@ def test_vocabularies_have_a_hash_each() -> None:
 
 
 def test_fingerprints() -> None:
-    first, second = (kl_base.model_fingerprint(quant_path(f"llama-q-{name}")) for name in ("Q4_0", "Q8_0"))
+    first, second = (kl_base.model_fingerprint(quant_path(f"llama-q-{name}")) for name in ("Q4_0", "Q4_K_M-mix"))
     assert first["name"] == "llama-q-Q4_0.gguf" and first["sha256_of_ends"] != second["sha256_of_ends"]
     assert "/" not in json.dumps(first)
 
@@ -432,7 +432,7 @@ def test_same_model_and_another_quantisation(tmp_path: Path) -> None:
 
     path = tmp_path / "base.npz"
     results = []
-    for step, name in enumerate(("llama-q-Q8_0", "llama-q-Q8_0", "llama-q-Q4_0")):
+    for step, name in enumerate(("llama-q-Q4_K_M-mix", "llama-q-Q4_K_M-mix", "llama-q-Q4_0")):
         with open_engine(quant_path(name), ctx_size=64) as llm:
             vocabulary, size = kl_base.vocabulary_hash(llm.tokenizer), llm.tokenizer.vocab_size
             windows = cut_windows(llm.tokenizer, TEXT, 64, limit=3)
