@@ -38,7 +38,7 @@ class InputViews:
         seq_ids: [S] int32, what fault records call the sequence.
         page_table: [S, P] int32, physical pages of each sequence.
         page_epochs: [S, P] uint32, the tag that rows of these pages must carry.
-        state_rows: [S] int32, row of the recurrent memory that sequence s goes on from; the slot's other row is written.
+        state_rows: [S] int32, recurrent state that sequence s goes on from; its slot's other row is written.
         state_epochs: [S] uint32, whose that row must be.
     """
 

@@ -208,6 +208,7 @@ class LLM:
         model = self._model = load_model(gguf, self._device, progress)
         config = model.config
         self.vocab_size = model.vocab_size
+        self._n_seqs = options.n_seqs
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
         recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs) if config.recurrent else None
@@ -482,6 +483,15 @@ class LLM:
     def weights(self) -> Weights:
         """The model's weights on the device. For benches and diagnostics; not to be written to."""
         return self._model.weights
+
+    @property
+    def sequence_bytes(self) -> Mapping[str, int]:
+        """Device memory that is set aside for each sequence: "kv_rows" for a full context, and "recurrent_state"."""
+        recurrent = self._cache.recurrent
+        return {
+            "kv_rows": self._cache.num_bytes // self._n_seqs,
+            "recurrent_state": recurrent.num_bytes // self._n_seqs if recurrent is not None else 0,
+        }
 
     @property
     def device_name(self) -> str:

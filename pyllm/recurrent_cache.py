@@ -178,6 +178,8 @@ class RecurrentCache:
         Returns:
             False when the budget has no room for even one.
         """
+        if state.position == 0:
+            return True  # the beginning can be gone back to without
         key = (state.epoch, state.position)
         if key in self._checkpoints:
             self._checkpoints.move_to_end(key)

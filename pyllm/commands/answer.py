@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyllm.commands.console import note, warn, without_controls
+from pyllm.commands.console import note, size_text, warn, without_controls
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
@@ -52,6 +52,10 @@ class Answer:
 def introduce(llm: LLM, ctx_size: int | None) -> None:
     """Tell which device was taken, and whether the wanted context was."""
     note(f"Device: {llm.device_description}")
+    sizes = llm.sequence_bytes
+    if sizes["recurrent_state"]:
+        rows, state = (size_text(sizes[name]) for name in ("kv_rows", "recurrent_state"))
+        note(f"Memory per sequence: {rows} of K/V rows for {llm.ctx_size} tokens and {state} of recurrent state")
     if ctx_size is not None and llm.ctx_size < ctx_size:
         warn(f"the model was trained for {llm.ctx_size} tokens; -c {ctx_size} is cut down to that")
 

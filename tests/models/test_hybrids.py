@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from pyllm.commands import main as command_line
+from pyllm.commands.console import size_text
 from pyllm.device.host import HostDevice
 from pyllm.errors import ModelFileError, PyllmError, StaleKVError, UnsupportedError
 from pyllm.executor import Segment
@@ -288,3 +291,17 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, metadata: dict[str
     assert isinstance(raised.value, ModelFileError)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_memory_per_sequence_is_told_and_is_what_is_taken() -> None:
+    path = model_path(MODELS[SMALL])
+    shown = CliRunner().invoke(command_line, ["run", str(path), "-n", "1", "--raw", "-c", "128", "hello"]).stderr
+    with open_engine(path, ctx_size=128, n_seqs=2, kv_type="f16") as llm:
+        cache, sizes = llm._cache, llm.sequence_bytes
+        assert cache.recurrent is not None
+        assert sizes["kv_rows"] * 2 == cache.num_bytes
+        assert sizes["recurrent_state"] * 2 == cache.recurrent.num_bytes
+        layers, channels, matrices = 2, 3 * 384, 2 * 64 * 64
+        assert sizes["recurrent_state"] == 2 * layers * 4 * (channels + matrices + 2)
+    rows, state = size_text(sizes["kv_rows"]), size_text(sizes["recurrent_state"])
+    assert f"Memory per sequence: {rows} of K/V rows for 128 tokens and {state} of recurrent state\n" in shown
