@@ -96,18 +96,17 @@ DEVICE u16 f16_to_bits(f16 value) { return value.bits; }
 DEVICE float to_f32(f16 value) { return f16_bits_to_f32(value.bits); }
 DEVICE f16 to_f16(float value) { return f16{f32_to_f16_bits(value)}; }  // to nearest even; too large: infinity
 
+// Comparisons and not fminf, which would make a number of a NaN.
+DEVICE float f16_range(float value) { return value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value; }
+
 // The same for activations: too large becomes the largest float16, since one infinity would spoil a whole row of sums.
-DEVICE f16 to_f16_saturated(float value) {
-    return to_f16(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
-}
+DEVICE f16 to_f16_saturated(float value) { return to_f16(f16_range(value)); }
 
 // The two f16 of a pair as floats.
 DEVICE float low_half(u32 pair) { return f16_bits_to_f32((u16)(pair & 0xFFFF)); }
 DEVICE float high_half(u32 pair) { return f16_bits_to_f32((u16)(pair >> 16)); }
 
-DEVICE u32 h2_pack_saturated(float low, float high) {
-    return h2_pack(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));
-}
+DEVICE u32 h2_pack_saturated(float low, float high) { return h2_pack(f16_range(low), f16_range(high)); }
 
 DEVICE u32 h2_splat(u16 bits) { return bits * 0x10001u; }  // the same f16 twice
 

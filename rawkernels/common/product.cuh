@@ -276,6 +276,22 @@ constexpr int TILE_C_SIDE = 1;
 constexpr int TILE_C_SIDE = 2;
 #endif
 
+struct alignas(8) f32x2 {
+    float x, y;
+};
+
+DEVICE void product_put(float* target, float value) { *target = OUTPUT == 2 ? *target + value : value; }
+DEVICE void product_put(f16* target, float value) { *target = to_f16_saturated(value); }
+
+DEVICE void product_put_pair(float* target, float first, float second) {
+    f32x2* const both = reinterpret_cast<f32x2*>(target);
+    const f32x2 before = OUTPUT == 2 ? *both : f32x2{0, 0};
+    *both = f32x2{before.x + first, before.y + second};
+}
+DEVICE void product_put_pair(f16* target, float first, float second) {
+    *reinterpret_cast<u32*>(target) = h2_pack_saturated(first, second);
+}
+
 template <typename RowOfOut>
 DEVICE void product_store(const FragC (&acc)[FM][FN], i32 num_rows, const RowOfOut& row_of_out) {
     const int warp_m = WARP_ID() / WARPS_N * FM * 16;
@@ -286,19 +302,17 @@ DEVICE void product_store(const FragC (&acc)[FM][FN], i32 num_rows, const RowOfO
         for (int i = 0; i < TILE_C_ELEMENTS; i += TILE_C_SIDE) {
             out_t* const row = row_of_out(warp_m + 16 * m + tile_c_row(i));
             if (row == nullptr) continue;
+            const bool in_pairs = TILE_C_SIDE == 2 && reinterpret_cast<u64>(row) % (2 * sizeof(out_t)) == 0;
 #pragma unroll
             for (int n = 0; n < FN; n++) {
                 const int column = warp_n + 16 * n + tile_c_col(i);
+                if (in_pairs && column + 1 < num_rows) {
+                    product_put_pair(row + column, acc[m][n].x[i], acc[m][n].x[i + TILE_C_SIDE - 1]);
+                    continue;
+                }
 #pragma unroll
                 for (int j = 0; j < TILE_C_SIDE; j++) {
-                    if (column + j >= num_rows) continue;
-#if OUTPUT == 0
-                    row[column + j] = acc[m][n].x[i + j];
-#elif OUTPUT == 1
-                    row[column + j] = to_f16_saturated(acc[m][n].x[i + j]);
-#else
-                    row[column + j] += acc[m][n].x[i + j];
-#endif
+                    if (column + j < num_rows) product_put(row + column + j, acc[m][n].x[i + j]);
                 }
             }
         }

@@ -21,7 +21,7 @@ OTHERS = {
     "qwen3moe-a": "qwen3moe-a-f16",
 }
 QUANTS = tuple(sorted(path.stem.removeprefix("llama-q-") for path in quant_path("").parent.glob("llama-q-*.gguf")))
-QUANTS_EVERYWHERE = ("Q4_K_M-mix", "Q4_0")  # emulation is slow: the others with one kind of tiles
+QUANTS_EVERYWHERE = ("Q2_K", "Q3_K", "Q4_K_M-mix")  # emulation is slow: the others with one kind of tiles
 MARGIN = 0.1  # of float16 matrix products
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyllm.device import Device
 from pyllm.kernel_cases import mul_mat_case
 from pyllm.kernel_check import Case, check_case
+from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, Tile
 from pyllm.quants import GPU_TYPES, QuantType
@@ -73,3 +74,13 @@ def test_large_products_get_large_tiles() -> None:
     assert (
         Tile.of(Target("hip", "gfx1151", 32, "wmma"), 2048, 4096, QuantType.Q8_0).shared_bytes(QuantType.Q8_0) <= 65536
     )
+
+
+def test_a_nan_in_x_is_one_in_its_row(device: Device) -> None:
+    """Saturating must not make a number of it: that would hide what is wrong from the check of the logits."""
+    rng = np.random.default_rng(0)
+    values, x = rng.standard_normal((8, 64), np.float32), rng.standard_normal((40, 64), np.float32)
+    x[3, 5] = np.nan
+    out = device.empty((40, 8), np.float32)
+    mul_mat(device, device.upload(x), Weight("w", values.shape, QuantType.F32, device.upload(values)), out)
+    assert np.isnan(device.download(out)).all(axis=1).tolist() == [row == 3 for row in range(40)]
