@@ -15,6 +15,7 @@
 // Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, PACK, SLICE, WARPS, ROW_TILES: tiles of 16 rows of a
 //           warp, Q_SHARED: queries are read from shared memory for each slice instead of being kept in registers
 // SharedLimit   sm_90=232448 sm_80=166912
+// Scratch   sm_80=8
 // Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 PACK=3 SLICE=32 WARPS=4 ROW_TILES=1 Q_SHARED=0;
 //           KV_TYPE=1 HEAD_DIM=80,96,128 IO_F16=0,1 HAS_SOFTCAP=0 PACK=4 SLICE=32 WARPS=4 ROW_TILES=1 Q_SHARED=0;
 //           KV_TYPE=1 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0,1 PACK=4 SLICE=64 WARPS=4 ROW_TILES=2 Q_SHARED=1;
@@ -48,6 +49,7 @@ DEVICE void note_rows(i32* row_of, u32* absent, const Row& row, bool own) {
 // Begins the copies of K and V of one slice, or makes them where rows have to be converted.
 DEVICE void fetch_slice(f16* k_tile, f16* v_tile, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache,
                         const i32* row_of, i32 width, i32 row_size, i32 first) {
+#pragma unroll 2
     for (i32 i = threadIdx.x; i < SLICE * PIECES; i += THREADS) {
         const i32 key = i / PIECES;
         const i32 d = i % PIECES * KV_PIECE;
@@ -64,18 +66,17 @@ DEVICE void fetch_slice(f16* k_tile, f16* v_tile, const kv_t* RESTRICT k_cache, 
             store16(v_target, u32x4{0, 0, 0, 0});
         }
 #else
-        u32 keys[KV_PIECE / 2];
-        u32 values[KV_PIECE / 2];
-        if (row >= 0) {
-            kv_load_piece(k_cache + offset, width, first + d, keys);
-            kv_load_piece(v_cache + offset, width, first + d, values);
-        }
+        const bool own = row >= 0;
+        u32 pairs[KV_PIECE / 2];
+        if (own) kv_load_piece(k_cache + offset, width, first + d, pairs);
 #pragma unroll
         for (int j = 0; j < KV_PIECE / 2; j += 4) {
-            const bool own = row >= 0;
-            store16(k_target + 2 * j, own ? u32x4{keys[j], keys[j + 1], keys[j + 2], keys[j + 3]} : u32x4{0, 0, 0, 0});
-            store16(v_target + 2 * j,
-                    own ? u32x4{values[j], values[j + 1], values[j + 2], values[j + 3]} : u32x4{0, 0, 0, 0});
+            store16(k_target + 2 * j, own ? u32x4{pairs[j], pairs[j + 1], pairs[j + 2], pairs[j + 3]} : u32x4{0, 0, 0, 0});
+        }
+        if (own) kv_load_piece(v_cache + offset, width, first + d, pairs);
+#pragma unroll
+        for (int j = 0; j < KV_PIECE / 2; j += 4) {
+            store16(v_target + 2 * j, own ? u32x4{pairs[j], pairs[j + 1], pairs[j + 2], pairs[j + 3]} : u32x4{0, 0, 0, 0});
         }
 #endif
     }

@@ -12,6 +12,7 @@
 // Defines   HEAD_DIM (a multiple of 64), IO_F16, HAS_SOFTCAP, PACK, SLICE (64 or 128), KV_TYPE=1
 // Arch      sm_90a
 // SharedLimit   sm_90a=232448
+// Scratch   sm_90a=24
 // Compile   KV_TYPE=1 HEAD_DIM=64,128 IO_F16=0,1 HAS_SOFTCAP=0 PACK=4 SLICE=128;
 //           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=0,1 PACK=2 SLICE=64
 #include "common/attention.cuh"

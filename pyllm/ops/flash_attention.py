@@ -251,13 +251,16 @@ _LARGE_TILES = (_Tile(32, 8, 1, 1), _Tile(16, 4, 1, 1), _Tile(16, 2, 1, 1))  # h
 def _shared_limit(target: Target) -> int:
     """Bytes of shared memory for a block's tiles."""
     limit = 64
-    if target.vendor == "cuda":
-        limit = 99 if target.arch in ("sm_86", "sm_89", "sm_120", "sm_121") else 163 if target.arch < "sm_90" else 227
+    if target.arch.startswith("sm_"):
+        version = int(target.arch.removeprefix("sm_"))
+        limit = 99 if version in (86, 89, 120, 121) else 163 if version < 90 else 227
     return (limit << 10) - STATIC_SHARED
 
 
-def _tile(target: Target, head_dim: int) -> _Tile:
+def _tile(target: Target, kv_type: KVType, head_dim: int) -> _Tile:
     tiles: tuple[_Tile, ...] = _TILES if head_dim <= 128 else _LARGE_TILES
+    if kv_type.name != "f16":  # conversions take registers
+        tiles = tuple(tile for tile in tiles if tile.slice_keys <= 32)
     if target.vendor == "hip":  # two tiles of rows in a warp: for the registers of NVIDIA's products
         tiles = tuple(tile for tile in tiles if tile.row_tiles == 1)
     return next(tile for tile in tiles if tile.shared_bytes(head_dim) <= _shared_limit(target))
@@ -317,7 +320,7 @@ def plan_flash_attention(
         source = "flash_attention_wgmma"
         launches.append(KernelLaunch(source, source, grid, (384,), args, defines, shared, "sm_90a"))
     elif shape.longest > shape.few:
-        tile = _tile(target, head_dim)
+        tile = _tile(target, kv_type, head_dim)
         pack = _divisor(group, min(group, tile.rows() // 2))
         grid = (num_heads // pack, -(-shape.longest // (tile.rows() // pack)), shape.num_seqs)
         extents = map(np.int32, (kv_heads, *sizes, shape.few + 1))

@@ -27,6 +27,7 @@ from pyllm.ops.op import KernelLaunch, Target
 MAX_BLOCK_THREADS = 1024
 MAX_STATIC_SHARED = 48 * 1024  # bytes: what NVIDIA gives static arrays
 MAX_SHARED = 64 * 1024  # bytes, static and dynamic: a block's share on AMD
+MAX_SHARED_LARGE = 227 * 1024  # on large NVIDIA GPUs: for targets that say that they are one (sm_90)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
 # The numbers and names of `enum EmulatedFault` in rawkernels/common/emulation.cuh.
@@ -129,6 +130,7 @@ class EmulatedKernel:
         self._static_shared = begin.value or 0
         self._static_bytes = (end.value or 0) - self._static_shared
         self._warp_size = target.warp_size
+        self._max_shared = MAX_SHARED_LARGE if target.arch.startswith("sm_") else MAX_SHARED
 
     def check(self, launch: KernelLaunch) -> None:
         """Refuse what a GPU would refuse, or would take and read wrongly.
@@ -182,8 +184,8 @@ class EmulatedKernel:
         if self._static_bytes > MAX_STATIC_SHARED:
             raise DeviceError(f"{where} {self._static_bytes} bytes of static shared memory; {MAX_STATIC_SHARED} fit")
         total = self._static_bytes + launch.shared_bytes
-        if total > MAX_SHARED:
-            raise DeviceError(f"{where} {total} bytes of shared memory; {MAX_SHARED} fit on all GPUs")
+        if total > self._max_shared:
+            raise DeviceError(f"{where} {total} bytes of shared memory; {self._max_shared} fit on all GPUs")
 
     def _describe(self, fault: int, report: _LaunchReport, launch: KernelLaunch) -> str:
         thread = f"thread {tuple(report.thread)} of block {tuple(report.block)}"

@@ -1,4 +1,4 @@
-"""flash_attention's kernel for Hopper, emulated with the plan that such a GPU gets."""
+"""flash_attention emulated with the plans that NVIDIA's GPUs get: Hopper's kernel, and large tiles."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ CASES = (
     attention_case("f16", (150, 40), (9, 20), 4, 2, 64, stale=(3,)),
     attention_case("f16", (150,), (70,), 4, 2, 64, WINDOW, stale=(100,)),
     attention_case("f16", (200,), (9,), 2, 2, 64, stale=(199,), dtype=np.float16),
+    attention_case("f16", (290,), (40,), 4, 1, 128, stale=(3,)),
+    attention_case("f16", (150,), (9,), 2, 1, 192),
+    attention_case("f16", (150,), (9,), 2, 1, 256),
+)
+LARGE_TILES = (
+    attention_case("f16", (290,), (40,), 4, 1, 128, stale=(3,)),
+    attention_case("q4_0", (150,), (40,), 4, 1, 128),
+    attention_case("f16", (150,), (9,), 2, 1, 256),
+    attention_case("f16", (600, 9), (1, 1), 4, 1, 128, stale=(3,)),
+    attention_case("q8_0", (600,), (1,), 8, 1, 128),
+    attention_case("bf16", (300,), (1,), 4, 1, 256),
 )
 
 
@@ -38,11 +49,18 @@ def device() -> Iterator[EmulatedDevice]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(device: EmulatedDevice, case: Case) -> None:
+def test_hopper(device: EmulatedDevice, case: Case) -> None:
     assert FLASH_ATTENTION.plan is not None
     launch = FLASH_ATTENTION.plan(device.target, *case.draw(0))[-1]
     assert isinstance(launch, KernelLaunch)
     assert (launch.source, launch.arch) == ("flash_attention_wgmma", "sm_90a")
+    verdict = check_case(device, case)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("case", LARGE_TILES, ids=str)
+def test_large_tiles(device: EmulatedDevice, case: Case) -> None:
+    device.target = replace(device.target, arch="sm_80")
     verdict = check_case(device, case)
     assert verdict.passed, verdict
 
