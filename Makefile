@@ -1,5 +1,6 @@
 # make demo     on a fresh clone: environment, installation, demo model, an answer
 # make test     on a fresh clone: environment, installation, demo model, all tests
+# make test-check the tests of the executor, its memory and the scheduler once more, with assertions on memory
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
 # make lint     ruff and mypy
@@ -15,9 +16,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 
+CHECK_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena executor zero_copy kv_cache scheduler running_ahead)) \
+    tests/models/test_bit_equal.py tests/models/test_inputs.py
 GPU_TESTS := tests/ops tests/device tests/models/test_kernel_lives.py tests/unit/test_executor.py
 
-.PHONY: demo test test-gpu sanitize lint compile compile-all clean
+.PHONY: demo test test-check test-gpu sanitize lint compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -26,6 +29,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
 	$(BIN)/python -m pytest
+
+test-check: $(VENV)/.installed-dev
+	PYLLM_CHECK=1 $(BIN)/python -m pytest $(CHECK_TESTS) -k "not emulated"
 
 # The first line fails with one sentence where CuPy or the GPU is missing, and says which GPU it is.
 test-gpu: $(if $(PYTHON),,$(VENV)/.installed-dev)

@@ -391,6 +391,8 @@ class Executor:
         self._captured[key] = captured  # the last one used stands last
         if len(self._captured) > MAX_CAPTURED:
             self._retire([self._captured.pop(next(iter(self._captured)))])
+        if self.device.checks:
+            assert self._captured_at == self.workspace.num_moves, "a recording is replayed whose buffers have moved"
         captured.graph.replay()
         return captured.outputs
 

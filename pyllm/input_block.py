@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# What `--inputs zero-copy` leaves in the slot: all that says where K/V rows lie. Neighbours in memory. Extents are never
+# What `--inputs zero-copy` leaves in the slot: all that says where K/V rows lie. Neighbours in memory. Extents are not
 # among them: an op whose extents changed while it runs could leave its arrays.
 IN_PLACE = ("positions", "token_seq", "row_ids", "page_table", "page_epochs")
 

@@ -7,6 +7,7 @@ A slot is written between `acquire` and `seal`. `acquire` waits until the device
 from __future__ import annotations
 
 from pyllm.device import Device, Event
+from pyllm.device.memory_check import assert_done
 from pyllm.input_block import InputLayout, InputViews
 
 
@@ -20,20 +21,22 @@ class InputSlot:
     """
 
     def __init__(self, device: Device, layout: InputLayout, number: int) -> None:
-        pinned = device.pinned(layout.num_bytes)
-        self.mapped = device.mapped(pinned)
+        self._pinned = device.pinned(layout.num_bytes)
+        self._pinned.writable()[:] = 0
+        self.mapped = device.mapped(self._pinned)
         self.number = number
-        self._buffer = pinned.array
-        self._buffer[:] = 0
         self._layout = layout
+        self._checks = device.checks
         self._views: InputViews | None = None
         self._read_event: Event | None = None
         self._in_use = False
-        self.bytes = self._buffer[:]
-        self.bytes.flags.writeable = False
+        self.bytes = self._pinned.array
 
     def open(self) -> InputViews:
-        self._views = self._layout.views(self._buffer)
+        if self._checks and self._in_use:
+            assert self._read_event is not None, "an input slot is written whose submission broke off"
+            assert_done(self._read_event, "an input slot is written")
+        self._views = self._layout.views(self._pinned.writable())
         self._in_use = True
         return self._views
 
@@ -46,6 +49,7 @@ class InputSlot:
     def read_behind(self, event: Event) -> None:
         """The device has read the slot once `event` completes."""
         self._read_event = event
+        self._pinned.used_until(event)
 
     def wait_until_read(self, device: Device) -> None:
         if not self._in_use:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pyllm.device.base import Event
+from pyllm.device.memory_check import AddressBook, assert_done, enabled
 
 ALIGNMENT = 256  # bytes: what vector loads, cache lines and coalesced accesses want, on hosts and GPUs
 POISON = 0xFF  # as float16, bfloat16 and float32 a NaN; as int32 -1
@@ -51,6 +52,8 @@ class Arena:
         self._retired: deque[tuple[Event, Any]] = deque()
         self._out: dict[int, Any] = {}  # by address
         self._closed = False
+        self._book = AddressBook() if enabled() else None
+        self._last_use: dict[int, Event] = {}  # with checks, of blocks that were given back, by address
         self.bytes_in_use = 0
         self.high_water = 0
 
@@ -64,6 +67,9 @@ class Arena:
         size = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)
+        if self._book is not None:
+            assert_done(self._last_use.pop(self._address(block), None), "a block is handed out")
+            self._book.add(self._address(block), block.nbytes)
         if self._poison is not None:
             self._poison(block)
         self._out[self._address(block)] = block
@@ -81,6 +87,9 @@ class Arena:
         block = self._out.pop(address, None)
         if block is not None:
             self._retired.append((after, block))
+            if self._book is not None:
+                self._book.remove(address)
+                self._last_use[address] = after
         elif not self._closed:  # after `clear` nothing is out, whoever still gives back
             raise KeyError(address)
 
@@ -88,8 +97,14 @@ class Arena:
         """Whether an array begins with a block that is out."""
         return self._address(array) in self._out
 
+    def contains(self, array: Any) -> bool:
+        """Whether an array lies in a block that is out. Only with checks (PYLLM_CHECK)."""
+        return self._book is not None and self._book.contains(self._address(array), array.nbytes)
+
     def clear(self) -> None:
         """Forget every block, for good. Only when no queued work is left."""
+        for event in self._last_use.values():
+            assert_done(event, "a block is freed")
         self._closed = True
         self._free.clear()
         self._retired.clear()
@@ -98,7 +113,9 @@ class Arena:
 
     def _reap(self) -> None:
         while self._retired and self._retired[0][0].query():
-            _, block = self._retired.popleft()
+            event, block = self._retired.popleft()
+            if self._book is not None:
+                assert_done(self._last_use.get(self._address(block), event), "a block is taken back")
             if self._poison is not None:
                 self._poison(block)
             self._free.setdefault(block.nbytes, []).append(block)

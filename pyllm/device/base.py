@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from pyllm.device.memory_check import assert_done
 from pyllm.errors import DeviceError
 from pyllm.ops.op import Op, Target
 from pyllm.quants import QuantType
@@ -57,12 +58,30 @@ class Graph(ABC):
 class PinnedBuffer:
     """Memory that the host and the device both touch.
 
+    Args:
+        array: [num_bytes] uint8, the memory.
+        checks: assert at writes that the device is done with it.
+
     Attributes:
-        array: [num_bytes] uint8, the host's view.
+        array: the host's view; read-only.
     """
 
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
+    def __init__(self, array: np.ndarray, checks: bool = False) -> None:
+        self._memory = array
+        self._checks = checks
+        self._last_use: Event | None = None
+        self.array = array[:]
+        self.array.flags.writeable = False
+
+    def writable(self) -> np.ndarray:
+        """A view for the host to write. Nothing that is queued may still use the buffer."""
+        if self._checks:
+            assert_done(self._last_use, "pinned memory is written")
+        return self._memory[:]
+
+    def used_until(self, event: Event) -> None:
+        """Queued work uses the buffer until an event has completed."""
+        self._last_use = event
 
 
 class Device(ABC):
@@ -79,6 +98,7 @@ class Device(ABC):
         wants_candidates: true where bringing whole rows of logits to the host costs more than choosing from them there.
         default_inflight: ubatches to queue ahead: enough to keep the device busy, few enough to stop soon.
         poison: fresh and freed memory is filled with NaN patterns (test runs).
+        checks: assertions on memory are made (PYLLM_CHECK); see `memory_check`.
     """
 
     name: str
@@ -89,6 +109,7 @@ class Device(ABC):
     activation_dtype: type
     default_inflight: int
     poison: bool
+    checks: bool
     memory_bytes: int
     weight_types: frozenset[QuantType]
 
@@ -144,7 +165,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy_to_pinned(self, source: Any, target: np.ndarray) -> None:
-        """Queue a copy of a device array into a view of a pinned buffer with the same shape and dtype."""
+        """Queue a copy of a device array into a view of a pinned buffer's `array` with the same shape and dtype."""
 
     @abstractmethod
     def record(self) -> Event:

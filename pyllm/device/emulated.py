@@ -90,6 +90,8 @@ class EmulatedDevice(HostDevice):
     def launch(self, op: Op, *args: Any) -> None:
         if op.plan is None:
             raise DeviceError(f"op {op.name} has no kernel; the emulated device cannot run it")
+        if self.checks:
+            self._launch_check.launch(op.name, args)
         for launch in op.plan(self.target, *args):
             if isinstance(launch, GemmLaunch):
                 raise DeviceError(f"op {op.name} plans a library's product, which is not emulated")

@@ -22,6 +22,7 @@ from pyllm.device.base import Device, Event, Graph, NotCapturable, PinnedBuffer
 from pyllm.device.cubin import load_kernel
 from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
+from pyllm.device.memory_check import LaunchCheck, assert_done, enabled
 from pyllm.errors import DeviceError
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
 from pyllm.quants import GPU_TYPES, QuantType
@@ -118,14 +119,17 @@ class GpuEvent(Event):
 
 
 class GpuGraph(Graph):
-    """A captured graph and the device whose stream it runs on."""
+    """A captured graph, the device whose stream it runs on, and with checks the arrays that it uses."""
 
-    def __init__(self, graph: Any, device: GpuDevice) -> None:
+    def __init__(self, graph: Any, device: GpuDevice, uses: list[tuple[str, Any]]) -> None:
         self._graph = graph
         self._device = device
+        self._uses = uses
 
     def replay(self) -> None:
         self._device._check_open()
+        if self._device.checks:
+            self._device._launch_check.replay(self._uses)
         with device_errors():
             self._graph.launch(self._device.stream)
         self._device.num_launches += 1
@@ -171,6 +175,7 @@ class GpuDevice(Device):
         if poison is None:
             poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
         self.poison = poison
+        self.checks = enabled()
         self.weight_types = GPU_TYPES
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
         self.target: Target = find_target(properties, cupy.cuda.runtime.is_hip)
@@ -184,6 +189,7 @@ class GpuDevice(Device):
         self.pinned_memory = Arena(
             self._allocate_pinned, lambda array: array.ctypes.data, _fill_host if poison else None
         )
+        self._launch_check = LaunchCheck([self.memory, self.pinned_memory])
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
         self._functions: dict[tuple[Any, ...], GpuFunction] = {}
@@ -217,7 +223,7 @@ class GpuDevice(Device):
         self.memory.release(array, self.record())
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
-        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes])
+        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes], self.checks)
 
     def release_pinned(self, buffer: PinnedBuffer) -> None:
         self.pinned_memory.release(buffer.array, self.record())
@@ -242,6 +248,8 @@ class GpuDevice(Device):
         buffer, event = self._staging.popleft()
         if event is not None:
             event.synchronize()
+        if self.checks:
+            assert_done(event, "a staging buffer is written")
         buffer[: piece.nbytes] = piece
         with device_errors():
             to_device = self._runtime.memcpyHostToDevice
@@ -263,6 +271,8 @@ class GpuDevice(Device):
         self._check_open()
         if op.plan is None:
             raise DeviceError(f"op {op.name} has no kernel")
+        if self.checks:
+            self._launch_check.launch(op.name, args)
         # This runs for every op of every ubatch: no context managers here, they cost as much as a launch.
         try:
             for launch in op.plan(self.target, *args):
@@ -360,7 +370,7 @@ class GpuDevice(Device):
         return self.graphs
 
     def capture(self, launches: Callable[[], Any]) -> GpuGraph:
-        with device_errors(), self.stream:
+        with device_errors(), self.stream, self._launch_check.recording() as uses:
             self.stream.begin_capture()
             self._capturing = True
             try:
@@ -368,7 +378,7 @@ class GpuDevice(Device):
             finally:
                 self._capturing = False
                 graph = self.stream.end_capture()
-        return GpuGraph(graph, self)
+        return GpuGraph(graph, self, uses)
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""

@@ -5,12 +5,13 @@ Ops run in their reference form. Weights are expanded to float32 when they are l
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from pyllm.device.arena import host_arena
 from pyllm.device.base import Device, Graph, PinnedBuffer
 from pyllm.device.host_stream import Gate, HostEvent, HostStream
+from pyllm.device.memory_check import LaunchCheck, enabled
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
 
@@ -27,13 +29,15 @@ _log = logging.getLogger("pyllm")
 
 
 class HostGraph(Graph):
-    """Captured work and the stream that it runs on."""
+    """Captured work and the stream that it runs on; with checks, the arrays that it uses."""
 
-    def __init__(self, stream: HostStream, work: list[Any]) -> None:
+    def __init__(self, stream: HostStream, work: list[Any], check: Callable[[], None] = lambda: None) -> None:
         self._stream = stream
         self._work = work
+        self._check = check
 
     def replay(self) -> None:
+        self._check()
         self._stream.replay(self._work)
 
 
@@ -57,6 +61,7 @@ class HostDevice(Device):
         if poison is None:
             poison = os.environ.get("PYLLM_POISON", "0") not in ("", "0")
         self.poison = poison
+        self.checks = enabled()
         self.stream = HostStream()
         self.memory = host_arena(poison)
         self.pinned_memory = host_arena(poison)
@@ -77,7 +82,7 @@ class HostDevice(Device):
         self.memory.release(array, self.record())
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
-        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes])
+        return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes], self.checks)
 
     def release_pinned(self, buffer: PinnedBuffer) -> None:
         self.pinned_memory.release(buffer.array, self.record())
@@ -112,11 +117,19 @@ class HostDevice(Device):
             budget = f"{self._weight_budget / 1e9:.1f} GB"
             _log.warning("weights beyond %s as float32 stay packed and are decoded at each use: slower", budget)
 
+    @cached_property
+    def _launch_check(self) -> LaunchCheck:
+        return LaunchCheck([self.memory, self.pinned_memory])
+
     def launch(self, op: Op, *args: Any) -> None:
+        if self.checks:
+            self._launch_check.launch(op.name, args)
         self.stream.enqueue(partial(op.reference, *args))
 
     def copy_to_pinned(self, source: np.ndarray, target: np.ndarray) -> None:
-        self.stream.enqueue(partial(np.copyto, target, source))
+        if self.checks:
+            self._launch_check.launch("a copy to pinned memory", (source, target))
+        self.stream.enqueue(partial(np.copyto, _writable(target), source))
 
     def record(self) -> HostEvent:
         return self.stream.record()
@@ -131,7 +144,11 @@ class HostDevice(Device):
         return self.graphs
 
     def capture(self, launches: Callable[[], Any]) -> HostGraph:
-        return HostGraph(self.stream, self.stream.capture(launches))
+        if not self.checks:
+            return HostGraph(self.stream, self.stream.capture(launches))
+        with self._launch_check.recording() as recorded:
+            work = self.stream.capture(launches)
+        return HostGraph(self.stream, work, partial(self._launch_check.replay, recorded))
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""
@@ -150,3 +167,10 @@ class HostDevice(Device):
         self.stream.close()
         self.memory.clear()
         self.pinned_memory.clear()
+
+
+def _writable(pinned: np.ndarray) -> np.ndarray:
+    """The memory of a view of a pinned buffer, for the stream to write: the view itself is read-only for the host. The
+    arena keeps it until the work that is queued now has run."""
+    memory = (ctypes.c_ubyte * pinned.nbytes).from_address(pinned.ctypes.data)
+    return np.frombuffer(memory, pinned.dtype).reshape(pinned.shape)  # type: ignore[call-overload]

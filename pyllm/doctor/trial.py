@@ -28,7 +28,7 @@ def reads_pinned_memory(device: Device) -> bool:
     a, b = numbers(3), numbers(4)
     buffer = device.pinned(a.nbytes)
     pinned = buffer.array.view(np.float32).reshape(a.shape)
-    pinned[...] = a
+    buffer.writable().view(np.float32).reshape(a.shape)[...] = a
     out = device.empty(a.shape, np.float32)
     device.launch(ADD, pinned, device.upload(b), out)
     right = bool((device.download(out) == a + b).all())
@@ -42,7 +42,7 @@ def copies_asynchronously(device: Device) -> str:
     source = device.upload(a)
     buffer = device.pinned(a.nbytes)
     target = buffer.array.view(np.float32).reshape(a.shape)
-    target[...] = 0
+    buffer.writable()[:] = 0
     device.synchronize()
     gate = device.gate()  # type: ignore[attr-defined]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ class EagerCopies(HostDevice):
     """Copies at once, whatever is queued before."""
 
     def copy_to_pinned(self, source: np.ndarray, target: np.ndarray) -> None:
-        target[...] = source
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
 
 
 class WrongCopies(HostDevice):

@@ -1,0 +1,86 @@
+"""PYLLM_CHECK=1: what would be a silent fault is an assertion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pyllm.device.host import HostDevice
+from pyllm.errors import PyllmError
+from pyllm.executor import Segment, TestHooks
+from pyllm.ops.add import ADD
+from pyllm.sampling import SamplingParams
+from tests.engine import greedy, open_engine, tokens
+from tests.refdata import model_path, reference
+
+IDS = reference("llama-a")["n70_tokens"].tolist()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
+    monkeypatch.setenv("PYLLM_CHECK", "1")
+    device = HostDevice(poison=True)
+    yield device
+    device.close()
+
+
+def test_a_slot_that_is_written_too_early(device: HostDevice) -> None:
+    llm = open_engine(model_path("llama-a-f32"), device, ring_depth=1, inflight=4, hooks=TestHooks(drop_wait=True))
+    gate, kv = device.gate(), llm._cache.new_sequence()
+    assert llm._cache.extend(kv, 2)
+    llm._executor.submit([Segment(kv, 0, IDS[:1], 0)])
+    with pytest.raises(AssertionError, match="an input slot is written while queued work may still use it"):
+        llm._executor.submit([Segment(kv, 1, IDS[1:2], 0)])
+    gate.open()
+
+
+def test_a_request_is_told(device: HostDevice) -> None:
+    options = {"ring_depth": 1, "inflight": 4, "ubatch_size": 8, "hooks": TestHooks(drop_wait=True)}
+    llm = open_engine(model_path("llama-a-f32"), device, **options)
+    gate = device.gate()
+    with pytest.raises(PyllmError, match="AssertionError: an input slot is written"):
+        tokens(llm.generate(IDS, SamplingParams(max_tokens=1)))
+    gate.open()
+
+
+def test_pinned_memory_is_written_behind_events_only(device: HostDevice) -> None:
+    buffer, gate = device.pinned(64), device.gate()
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.array[0] = 1
+    buffer.used_until(device.record())
+    with pytest.raises(AssertionError, match="pinned memory is written"):
+        buffer.writable()
+    gate.open()
+    device.synchronize()
+    buffer.writable()[0] = 1
+    assert buffer.array[0] == 1
+
+
+def test_memory_that_was_given_back(device: HostDevice) -> None:
+    a, b = (device.upload(np.ones(8, np.float32)) for _ in range(2))
+    graph = device.capture(lambda: device.launch(ADD, a, a, b))
+    graph.replay()
+    device.release(b)
+    for use in (lambda: device.launch(ADD, a, a, b), graph.replay):
+        with pytest.raises(AssertionError, match="add uses memory that was given back"):
+            use()
+    with pytest.raises(AssertionError, match="is not the device's"):
+        device.launch(ADD, a, a, np.ones(8, np.float32))
+
+
+def test_a_block_whose_event_is_open(device: HostDevice) -> None:
+    a = device.empty((8,), np.float32)
+    gate = device.gate()
+    device.release(a)
+    device.memory._free[256] = [device.memory._retired.pop()[1]]  # as if an arena forgot to look at the event
+    with pytest.raises(AssertionError, match="a block is handed out while queued work may still use it"):
+        device.empty((8,), np.float32)
+    gate.open()
+
+
+def test_answers_are_the_same(device: HostDevice) -> None:
+    with open_engine(model_path("llama-a-f32"), device) as llm:
+        assert device.checks
+        assert tokens(llm.generate(IDS, greedy(8))) == reference("llama-a")["n70_greedy"][:8].tolist()
