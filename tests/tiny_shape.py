@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pyllm.synth.hybrid import HybridShape
 from pyllm.synth.shapes import DenseShape
 
 TINY = DenseShape(
@@ -25,3 +26,25 @@ TINY = DenseShape(
 )
 TINY_TIED = replace(TINY, architecture="llama", tied=True, qk_norm=False, pre_tokenizer="smollm", head_dim=24)
 TINY_EXPERTS = replace(TINY, architecture="qwen3moe", num_experts=8, num_experts_used=2, intermediate_size=64)
+TINY_HYBRID = HybridShape(
+    architecture="qwen35",
+    title="Tiny",
+    num_layers=4,
+    hidden_size=96,
+    intermediate_size=256,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=128,
+    num_state_heads=2,
+    num_value_heads=4,
+    state_size=32,
+    vocab_size=320,
+    tied=True,
+    context_length=512,
+    rope_freq_base=1e7,
+    rms_norm_eps=1e-6,
+    pre_tokenizer="qwen35",
+)
+TINY_HYBRID_EXPERTS = replace(
+    TINY_HYBRID, architecture="qwen35moe", tied=False, num_experts=8, num_experts_used=2, intermediate_size=64
+)

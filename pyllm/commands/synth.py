@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pyllm.quants import QuantType
     from pyllm.synth.writer import Layout
 
-_LIKE = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "smollm2")
+_LIKE = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b", "smollm2")
 
 
 @click.command("synth")
@@ -38,7 +38,7 @@ def command(out: Path, like: str, quant: str, seed: int, force: bool) -> None:
     """
     from pyllm.errors import UsageError
     from pyllm.synth.blocks import drawable_type
-    from pyllm.synth.shapes import SHAPES
+    from pyllm.synth.real_shapes import SHAPES
     from pyllm.synth.writer import write_model
 
     qtype = drawable_type(quant)

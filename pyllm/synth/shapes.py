@@ -1,13 +1,13 @@
 """The shapes of real models: sizes, metadata keys and tensors.
 
-A shape says which tensors a file has and which keys describe them; it draws nothing. Models whose blocks differ (linear
-attention beside attention, say) are further classes with the methods of `DenseShape`.
+A shape says which tensors a file has and which keys describe them; it draws nothing. Here are models of equal blocks;
+`hybrid` has those whose layers differ, and `real_shapes` lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -54,8 +54,8 @@ class Shape(Protocol):
     def pre_tokenizer(self) -> str:
         """tokenizer.ggml.pre."""
 
-    def keys(self) -> dict[str, int | float]:
-        """Metadata keys without the architecture's prefix; whole numbers are uint32, others float32."""
+    def keys(self) -> Mapping[str, int | float | list[int]]:
+        """Metadata keys without the architecture's prefix; whole numbers are uint32, others float32, lists int32."""
 
     def tensors(self) -> Iterator[SynthTensor]:
         """All tensors, in the order of the file."""
@@ -118,41 +118,51 @@ class DenseShape:
         yield SynthTensor("token_embd.weight", (self.vocab_size, self.hidden_size))
         for layer in range(self.num_layers):
             for tensor in (*self._attention(), *self._feed_forward()):
-                yield SynthTensor(f"blk.{layer}.{tensor.name}", tensor.shape, tensor.keeps_f32, tensor.mean, tensor.std)
-        yield _norm("output_norm.weight", self.hidden_size)
+                yield replace(tensor, name=f"blk.{layer}.{tensor.name}")
+        yield norm_tensor("output_norm.weight", self.hidden_size)
         if not self.tied:
             yield SynthTensor("output.weight", (self.vocab_size, self.hidden_size))
 
     def _attention(self) -> Iterator[SynthTensor]:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield _norm("attn_norm.weight", self.hidden_size)
+        yield norm_tensor("attn_norm.weight", self.hidden_size)
         yield SynthTensor("attn_q.weight", (q_size, self.hidden_size))
         yield SynthTensor("attn_k.weight", (kv_size, self.hidden_size))
         yield SynthTensor("attn_v.weight", (kv_size, self.hidden_size))
         yield SynthTensor("attn_output.weight", (self.hidden_size, q_size))
         if self.qk_norm:
-            yield _norm("attn_q_norm.weight", self.head_dim)
-            yield _norm("attn_k_norm.weight", self.head_dim)
+            yield norm_tensor("attn_q_norm.weight", self.head_dim)
+            yield norm_tensor("attn_k_norm.weight", self.head_dim)
 
     def _feed_forward(self) -> Iterator[SynthTensor]:
-        inner, outer = self.intermediate_size, self.hidden_size
-        yield _norm("ffn_norm.weight", outer)
-        if not self.num_experts:
-            yield SynthTensor("ffn_gate.weight", (inner, outer))
-            yield SynthTensor("ffn_up.weight", (inner, outer))
-            yield SynthTensor("ffn_down.weight", (outer, inner))
-            return
-        yield SynthTensor("ffn_gate_inp.weight", (self.num_experts, outer), keeps_f32=True)
-        yield SynthTensor("ffn_gate_exps.weight", (self.num_experts, inner, outer))
-        yield SynthTensor("ffn_up_exps.weight", (self.num_experts, inner, outer))
-        yield SynthTensor("ffn_down_exps.weight", (self.num_experts, outer, inner))
+        yield norm_tensor("ffn_norm.weight", self.hidden_size)
+        if self.num_experts:
+            yield from expert_tensors(self.num_experts, self.hidden_size, self.intermediate_size)
+        else:
+            yield from feed_forward_tensors("", self.hidden_size, self.intermediate_size)
 
 
-def _norm(name: str, size: int) -> SynthTensor:
+def feed_forward_tensors(suffix: str, outer: int, inner: int) -> Iterator[SynthTensor]:
+    """A dense feed-forward block."""
+    yield SynthTensor(f"ffn_gate{suffix}.weight", (inner, outer))
+    yield SynthTensor(f"ffn_up{suffix}.weight", (inner, outer))
+    yield SynthTensor(f"ffn_down{suffix}.weight", (outer, inner))
+
+
+def expert_tensors(count: int, outer: int, inner: int) -> Iterator[SynthTensor]:
+    """A router and the experts that it chooses from."""
+    yield SynthTensor("ffn_gate_inp.weight", (count, outer), keeps_f32=True)
+    yield SynthTensor("ffn_gate_exps.weight", (count, inner, outer))
+    yield SynthTensor("ffn_up_exps.weight", (count, inner, outer))
+    yield SynthTensor("ffn_down_exps.weight", (count, outer, inner))
+
+
+def norm_tensor(name: str, size: int) -> SynthTensor:
+    """The weight of a norm: values near 1."""
     return SynthTensor(name, (size,), keeps_f32=True, mean=1.0, std=0.1)
 
 
-SHAPES: dict[str, Shape] = {
+DENSE_SHAPES = {
     "qwen3-8b": DenseShape(
         architecture="qwen3",
         title="Synthetic Qwen3 8B",

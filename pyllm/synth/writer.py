@@ -118,8 +118,13 @@ def _write_header(path: Path, shape: Shape, quant: QuantType, plan: list[Layout]
         writer.add_file_type(_FILE_TYPES.get(quant.name, 0))
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         for key, value in shape.keys().items():
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(f"{shape.architecture}.{key}", value)  # type: ignore[arg-type]
+            name = f"{shape.architecture}.{key}"
+            if isinstance(value, list):
+                writer.add_array(name, value)
+            elif isinstance(value, float):
+                writer.add_float32(name, value)
+            else:
+                writer.add_uint32(name, value)
         _add_vocabulary(writer, shape)
         for layout in plan:
             writer.add_tensor_info(

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from pyllm.commands import main
-from pyllm.synth import shapes, writer
+from pyllm.synth import real_shapes, writer
 from tests.tiny_shape import TINY
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "qwen3-0.6b", TINY)
+    monkeypatch.setitem(real_shapes.SHAPES, "qwen3-0.6b", TINY)
 
 
 def synth(*arguments: object):
@@ -77,4 +77,4 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_the_names_on_the_command_line_are_the_shapes() -> None:
     from pyllm.commands.synth import _LIKE
 
-    assert set(_LIKE) == set(shapes.SHAPES)
+    assert set(_LIKE) == set(real_shapes.SHAPES)

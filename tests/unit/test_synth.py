@@ -16,10 +16,10 @@ from pyllm.quants import FORMATS, QuantType, dequantize
 from pyllm.sampling import SamplingParams
 from pyllm.synth import writer
 from pyllm.synth.blocks import drawable_type, drawable_types, random_rows, stored_type
-from pyllm.synth.shapes import SHAPES
+from pyllm.synth.real_shapes import SHAPES
 from pyllm.synth.vocabulary import make_vocabulary
 from pyllm.synth.writer import layouts, write_model
-from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_TIED
+from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_TIED
 
 
 @pytest.mark.parametrize("name", drawable_types())
@@ -62,6 +62,8 @@ def test_sizes_of_the_real_models() -> None:
     assert parameters("qwen3-0.6b") == 596_049_920
     assert parameters("qwen3-30b-a3b") == 30_532_122_624
     assert parameters("smollm2") == 134_515_008
+    assert 0.75e9 < parameters("qwen3.5-0.8b") < 0.9e9
+    assert 34e9 < parameters("qwen3.5-35b-a3b") < 36e9
 
 
 def test_vocabulary_is_whole_and_has_no_token_twice() -> None:
@@ -75,7 +77,9 @@ def test_vocabulary_is_whole_and_has_no_token_twice() -> None:
             make_vocabulary(size)
 
 
-@pytest.mark.parametrize("shape", [TINY, TINY_TIED, TINY_EXPERTS], ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize(
+    "shape", [TINY, TINY_TIED, TINY_EXPERTS, TINY_HYBRID, TINY_HYBRID_EXPERTS], ids=lambda shape: shape.architecture
+)
 def test_pyllm_runs_it_and_its_text_comes_back(shape, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_model(path, shape, QuantType.Q4_K)
