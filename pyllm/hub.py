@@ -27,6 +27,7 @@ from pyllm.errors import DownloadError, ModelFileError, UsageError
 Progress = Callable[[str, int, int], None]
 """Called with (phase, bytes done, bytes in all); phases are WAIT, DOWNLOAD and UNPACK."""
 
+REPO_PREFIX = "hf:"  # of names that `hub_repo` fetches
 WAIT, DOWNLOAD, UNPACK = "wait", "download", "unpack"
 
 _POLL_SECONDS = 0.1
@@ -117,8 +118,8 @@ def resolve(model: str) -> Path:
         return path
     if not os.path.exists(model):
         raise ModelFileError(
-            f"{model} is neither a file nor a known model; check the path, or fetch a known model with "
-            f"pyllm pull NAME (known: {', '.join(KNOWN_MODELS)})"
+            f"{model} is neither a file nor a known model; check the path, fetch a known model with pyllm pull NAME "
+            f"(known: {', '.join(KNOWN_MODELS)}), or name one of the Hugging Face hub: hf:OWNER/REPO[:QUANT]"
         )
     return Path(model)
 

@@ -13,7 +13,7 @@ import click
 
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.console import note, one_line, progress_bar, size_text
-from pyllm.commands.models import local_model
+from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import SIZE, EngineOptions, engine_options, taken
 from pyllm.commands.table import markdown_table
 from pyllm.errors import PyllmError, UsageError
@@ -73,7 +73,7 @@ class BenchOptions:
 
 
 @click.command("bench")
-@click.argument("model")
+@model_argument
 @click.option(
     "-p",
     "prompts",

@@ -13,7 +13,7 @@ from pyllm.commands import INTERRUPTED
 from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, introduce, summary, why_cut_off
 from pyllm.commands.console import note
 from pyllm.commands.line import at_terminal, read_line
-from pyllm.commands.models import local_model
+from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import EngineOptions, SamplingOptions, engine_options, sampling_options, taken
 from pyllm.commands.prompt import checked_text, read_stdin
 from pyllm.errors import ContextError, PyllmError, SamplingError, StaleKVError, TemplateError
@@ -38,7 +38,7 @@ class ChatOptions:
 
 
 @click.command("chat")
-@click.argument("model")
+@model_argument
 @click.option("--system", metavar="TEXT", help="System message, put before the conversation by the chat template.")
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
 @sampling_options

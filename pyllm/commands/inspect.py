@@ -11,6 +11,7 @@ import click
 
 from pyllm import hub
 from pyllm.commands.console import one_line, size_text
+from pyllm.commands.models import model_argument
 
 if TYPE_CHECKING:
     from pyllm.commands.facts import Facts
@@ -20,7 +21,7 @@ _MAX_TEXT = 100  # characters of a metadata value
 
 
 @click.command("inspect")
-@click.argument("model")
+@model_argument
 @click.option("--tensors", is_flag=True, help="List all tensors.")
 @click.option("--metadata", is_flag=True, help="List all keys; of arrays and long texts the beginning.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -13,7 +13,7 @@ import click
 
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.console import note, progress_bar
-from pyllm.commands.models import local_model
+from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import SIZE, EngineOptions, engine_options, taken
 from pyllm.commands.prompt import read_prompt
 from pyllm.errors import UsageError
@@ -65,7 +65,7 @@ class Task:
 
 
 @click.command("perplexity")
-@click.argument("model")
+@model_argument
 @click.option("-f", "--file", metavar="FILE", required=True, help="The text; - is standard input.")
 @click.option("--windows", metavar="N", type=SIZE, help="Score only the first N windows. [default: all]")
 @click.option(

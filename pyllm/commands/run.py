@@ -12,7 +12,7 @@ import click
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.answer import Answer, Timings, as_json, ctrl_c_ends_generation, introduce, summary, why_cut_off
 from pyllm.commands.console import note
-from pyllm.commands.models import local_model
+from pyllm.commands.models import local_model, model_and_text, model_argument
 from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
 from pyllm.commands.prompt import checked_text, read_prompt
 
@@ -51,7 +51,7 @@ class RunOptions:
 
 
 @click.command("run")
-@click.argument("model")
+@model_argument
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is standard input.")
 @click.option("--system", metavar="TEXT", help="System message, put before the prompt by the chat template.")
@@ -67,13 +67,16 @@ def command(**values: Any) -> None:
     """Answer PROMPT with MODEL: the path of a GGUF file, or a known name such as demo.
 
     Without PROMPT and -f, the prompt is what comes in on standard input; a newline at its very end is dropped. The
-    answer goes to standard output, everything else to standard error. Ctrl-C ends the answer early.
+    answer goes to standard output, everything else to standard error. Ctrl-C ends the answer early. PYLLM_MODEL in the
+    environment stands in for MODEL.
 
     \b
     pyllm run demo "What is the capital of France?"
     git diff | pyllm run model.gguf --system "Write a commit message."
     pyllm run model.gguf --raw -n 50 "Once upon a time"
     """
+    if values["file"] is None:
+        values["model"], values["prompt"] = model_and_text(values["model"], values["prompt"])
     sampling, engine = taken(SamplingOptions, values), taken(EngineOptions, values)
     status = run(RunOptions(**values, sampling=sampling, engine=engine))
     click.get_current_context().exit(status)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyllm.commands.models import local_model
+from pyllm.commands.models import local_model, model_and_text, model_argument
 from pyllm.commands.prompt import read_prompt
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class TokenizeOptions:
 
 
 @click.command("tokenize")
-@click.argument("model")
+@model_argument
 @click.argument("text", required=False)
 @click.option("-f", "--file", metavar="FILE", help="Read the text from FILE; - is standard input.")
 @click.option("--pieces", is_flag=True, help="Print a line for each token: its id and what it stands for.")
@@ -61,6 +61,8 @@ def command(**values: Any) -> None:
     pyllm tokenize demo "Hello, world"
     pyllm tokenize model.gguf --pieces -f question.txt
     """
+    if values["file"] is None:
+        values["model"], values["text"] = model_and_text(values["model"], values["text"])
     run(TokenizeOptions(**values))
 
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from pyllm.commands import main, options
 from pyllm.commands.answer import Timings, summary
+from pyllm.commands.models import model_and_text
 from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
 from pyllm.kv_types import KV_TYPES
@@ -330,3 +331,13 @@ def test_speeds_that_were_not_measured_are_left_out() -> None:
     assert summary(stats, Timings.of(0.0, stats)) == "10 prompt tokens; 0 answer tokens"
     stats["generated_tokens"] = 1
     assert summary(stats, Timings.of(0.0, stats)) == "10 prompt tokens, 10.0 tokens/s; 1 answer token"
+
+
+def test_a_default_model_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_and_text("Hello?", None) == ("Hello?", None)
+    monkeypatch.setenv("PYLLM_MODEL", "demo")
+    assert model_and_text("Hello?", None) == ("demo", "Hello?")
+    assert model_and_text("demo", None) == ("demo", None)
+    assert model_and_text("other.gguf", None) == ("other.gguf", None)
+    assert model_and_text("hf:a/b", None) == ("hf:a/b", None)
+    assert model_and_text("Hello?", "World") == ("Hello?", "World")
