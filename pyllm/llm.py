@@ -25,6 +25,7 @@ from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
 from pyllm.errors import DeviceError, ModelFileError, PyllmError, UnsupportedError, UsageError
 from pyllm.executor import Executor, TestHooks
+from pyllm.generation import Chunk, Generation
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
 from pyllm.input_block import InputLayout
@@ -37,7 +38,6 @@ from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
 from pyllm.scheduler import Scheduler
-from pyllm.text_stream import TextStream
 from pyllm.tokenizer import Tokenizer
 
 PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
@@ -49,26 +49,6 @@ INPUTS = ("copy", "zero-copy")
 MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One generated token.
-
-    Attributes:
-        text: what can be shown now; may be empty (a part of a character, or of a possible stop string).
-        token: its id; None only for text that was held back when the generation was interrupted.
-        finish_reason: None, or on the last chunk why it is the last: "stop" (end token or stop string), "length"
-            (max_tokens or a full context), "interrupted".
-        logprob: natural logarithm of the token's probability before any filter; with SamplingParams(logprobs=...).
-        top_logprobs: (token, logprob) of the likeliest tokens, best first; likewise.
-    """
-
-    text: str
-    token: int | None
-    finish_reason: str | None = None
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -328,12 +308,38 @@ class LLM:
             ContextError: the prompt is empty or too long.
             PyllmError: the generation broke off; what was yielded before is right.
         """
+        return self._stream(self._request(prompt, params))
+
+    def begin(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Generation:
+        """Queue a prompt, for programs that run many side by side: `advance` moves all on, and each `Generation`
+        has what came for it. Arguments as in `generate`. To be closed unless it has ended.
+
+        Raises:
+            ContextError: the prompt is empty or too long.
+            UsageError: an argument is wrong.
+        """
+        request = self._request(prompt, params)
+        generation = Generation(request, self.tokenizer, self._end_one)
+        with self._lock:
+            self._scheduler.add(request)
+        return generation
+
+    def advance(self) -> bool:
+        """One step of the engine for all generations; False when there was nothing to do.
+
+        Raises:
+            DeviceError: the device failed; nothing can go on.
+        """
+        with self._lock:
+            return self._scheduler.step()
+
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
         ids = self.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is a {type(params).__name__}; it must be SamplingParams")
         sampler = Sampler(params, self.tokenizer.vocab_size, self._dry_breakers(params))
-        return self._stream(Request(ids, len(ids), params, sampler), params)
+        return Request(ids, len(ids), params, sampler)
 
     def chat(
         self,
@@ -353,7 +359,11 @@ class LLM:
         Raises:
             TemplateError: the template is malformed, or refuses the messages.
         """
-        return self.generate(encode_chat(self.tokenizer, self.template, messages, **template_args), params)
+        return self.generate(self.chat_tokens(messages, **template_args), params)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
+        """Token ids of a conversation, ready to be answered. Arguments and errors as in `chat`."""
+        return encode_chat(self.tokenizer, self.template, messages, **template_args)
 
     def _dry_breakers(self, params: SamplingParams) -> frozenset[int]:
         """Tokens at which a repetition ends, for the DRY penalty; looked up once for each set of breakers."""
@@ -403,34 +413,20 @@ class LLM:
         finally:
             self._end([request])
 
-    def _stream(self, request: Request, params: SamplingParams) -> Iterator[Chunk]:
-        text = TextStream(self.tokenizer, params.stop)
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        generation = Generation(request, self.tokenizer, self._end_one)
         try:
             with self._lock:
                 self._scheduler.add(request)
             while True:
-                self._run_until(request, lambda: request.emitted or _has_ended(request))
-                if not request.emitted:  # interrupted while it waited for a token
-                    yield Chunk(text.flush(), None, request.finish_reason)
-                    return
-                sampled = request.emitted.popleft()
-                shown = text.push(sampled.token)
-                reason = "stop" if text.stopped else self._last_reason(request)
-                if reason and not text.stopped:
-                    shown += text.flush()
-                if text.stopped:
-                    self._end([request], "stop")
-                yield Chunk(shown, sampled.token, reason, sampled.logprob, sampled.top_logprobs)
-                if reason:
+                self._run_until(request, lambda: generation.has_news)
+                chunk = generation.take()
+                assert chunk is not None
+                yield chunk
+                if chunk.finish_reason:
                     return
         finally:
-            self._end([request])
-
-    @staticmethod
-    def _last_reason(request: Request) -> str | None:
-        """The finish reason when the token just taken was the last one."""
-        over = request.finish_reason in ("stop", "length") and not request.emitted
-        return request.finish_reason if over else None
+            generation.close()
 
     def _run_until(self, request: Request, reached: Callable[[], object]) -> None:
         """Step the engine until a request has got somewhere; all other open requests move on too."""
@@ -440,6 +436,9 @@ class LLM:
                     raise PyllmError("the engine has nothing to do, but an answer is not complete: please report this")
         if request.error is not None and not request.emitted:
             raise request.error
+
+    def _end_one(self, request: Request, reason: str) -> None:
+        self._end([request], reason)
 
     def _end(self, requests: Sequence[Request], reason: str = "cancelled") -> None:
         # Perhaps called by the garbage collector, in the middle of a step of this very thread: no waiting here.

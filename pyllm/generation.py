@@ -1,0 +1,96 @@
+"""A generation on its way: what its request has brought, as text that can be shown.
+
+`LLM.generate` wraps one in an iterator. Programs that run many side by side begin them with `LLM.begin`, move all of
+them on with `LLM.advance`, and take what has come. This module knows requests and text; it does not step the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyllm.request import Request
+from pyllm.text_stream import PieceSource, TextStream
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One generated token.
+
+    Attributes:
+        text: what can be shown now; may be empty (a part of a character, or of a possible stop string).
+        token: its id; None only for text that was held back when the generation was interrupted.
+        finish_reason: None, or on the last chunk why it is the last: "stop" (end token or stop string), "length"
+            (max_tokens or a full context), "interrupted".
+        logprob: natural logarithm of the token's probability before any filter; with SamplingParams(logprobs=...).
+        top_logprobs: (token, logprob) of the likeliest tokens, best first; likewise.
+    """
+
+    text: str
+    token: int | None
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Generation:
+    """One prompt on its way to an answer.
+
+    Args:
+        request: what the scheduler runs.
+        tokenizer: of the model.
+        end: tells the engine that a request is over; called once, with it and the reason.
+    """
+
+    def __init__(self, request: Request, tokenizer: PieceSource, end: Callable[[Request, str], None]) -> None:
+        assert request.params is not None
+        self._request = request
+        self._text = TextStream(tokenizer, request.params.stop)
+        self._end = end
+        self._is_over = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` can return something, or raise what went wrong."""
+        return bool(self._request.emitted) or self._request.finish_reason is not None
+
+    def take(self) -> Chunk | None:
+        """The next chunk; None when there is none yet, or none any more.
+
+        Raises:
+            PyllmError: the generation broke off; what was taken before is right.
+        """
+        request = self._request
+        if self._is_over or not self.has_news:
+            return None
+        if not request.emitted:
+            if request.error is not None:
+                self.close()
+                raise request.error
+            reason = request.finish_reason  # interrupted while it waited for a token
+            self.close()
+            return Chunk(self._text.flush(), None, reason)
+        sampled = request.emitted.popleft()
+        shown = self._text.push(sampled.token)
+        reason = "stop" if self._text.stopped else self._last_reason()
+        if reason and not self._text.stopped:
+            shown += self._text.flush()
+        if reason:
+            self.close(reason)
+        return Chunk(shown, sampled.token, reason, sampled.logprob, sampled.top_logprobs)
+
+    def _last_reason(self) -> str | None:
+        """The finish reason when the token just taken was the last one."""
+        over = self._request.finish_reason in ("stop", "length") and not self._request.emitted
+        return self._request.finish_reason if over else None
+
+    def close(self, reason: str = "cancelled") -> None:
+        """End the generation, wherever it is. Calling it twice is harmless."""
+        if not self._is_over:
+            self._is_over = True
+            self._end(self._request, reason)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counts and times, see `Request.stats`."""
+        return self._request.stats()
