@@ -217,13 +217,19 @@ struct pyllm_copy {
 constexpr int PYLLM_MOST_COPIES = 127;  // under way, of one thread
 static pyllm_copy pyllm_copies[1024][PYLLM_MOST_COPIES];
 static int pyllm_last_group[1024];  // only differences count
-SHARED i8 pyllm_last_copy[1024];    // -1 when there is none, which is what a block finds in shared memory
+
+// A thread's last copy: -1 when there is none, which is what a block finds in shared memory. In a function, so that only
+// kernels that copy so have this array.
+static DEVICE i8& pyllm_last_copy(int thread) {
+    SHARED i8 last[1024];
+    return last[thread];
+}
 
 DEVICE void async_copy16(void* shared, const void* global) {
     const int thread = (int)threadIdx.x;
     if ((u64)shared % 16 || (u64)global % 16) pyllm_emulation->fail(FAULT_MISALIGNED);
-    if (pyllm_last_copy[thread] + 1 == PYLLM_MOST_COPIES) pyllm_emulation->fail(FAULT_RESOURCES);
-    pyllm_copies[thread][++pyllm_last_copy[thread]] = pyllm_copy{shared, global, pyllm_last_group[thread] + 1};
+    if (pyllm_last_copy(thread) + 1 == PYLLM_MOST_COPIES) pyllm_emulation->fail(FAULT_RESOURCES);
+    pyllm_copies[thread][++pyllm_last_copy(thread)] = pyllm_copy{shared, global, pyllm_last_group[thread] + 1};
     __builtin_memset(shared, 0xFF, 16);
 }
 
@@ -234,12 +240,12 @@ DEVICE void async_wait() {
     const int thread = (int)threadIdx.x;
     pyllm_copy* const copies = pyllm_copies[thread];
     int kept = 0;
-    for (int i = 0; i <= pyllm_last_copy[thread]; i++) {
+    for (int i = 0; i <= pyllm_last_copy(thread); i++) {
         if (copies[i].group <= pyllm_last_group[thread] - N) {
             __builtin_memcpy(copies[i].shared, copies[i].global, 16);
         } else {
             copies[kept++] = copies[i];
         }
     }
-    pyllm_last_copy[thread] = (i8)(kept - 1);
+    pyllm_last_copy(thread) = (i8)(kept - 1);
 }
