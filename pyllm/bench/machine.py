@@ -15,7 +15,9 @@ import pyllm
 
 def pyllm_version() -> str:
     """The version, and in a checkout the commit, with "-dirty" when files differ from it."""
-    commit = _output("git", "-C", str(Path(pyllm.__file__).parent.parent), "describe", "--always", "--dirty")
+    folder = Path(pyllm.__file__).parent.parent
+    # Installed, the package may lie inside of some other repository.
+    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty") if (folder / ".git").exists() else ""
     return f"pyllm {pyllm.__version__}" + (f", commit {commit}" if commit else "")
 
 
