@@ -9,6 +9,7 @@ import platform
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyllm
 
@@ -45,11 +46,16 @@ def cupy_version() -> str:
     """CuPy, with the version of CUDA or ROCm that it runs on."""
     import cupy
 
+    return f"CuPy {cupy.__version__} ({toolkit_version(cupy)})"
+
+
+def toolkit_version(cupy: Any) -> str:
+    """What CuPy runs on: "CUDA 13.0" or "ROCm 7.0"."""
     runtime = cupy.cuda.runtime
     version = runtime.runtimeGetVersion()
     if runtime.is_hip:
-        return f"CuPy {cupy.__version__} (ROCm {version // 10_000_000}.{version // 100_000 % 100})"
-    return f"CuPy {cupy.__version__} (CUDA {version // 1000}.{version % 1000 // 10})"
+        return f"ROCm {version // 10_000_000}.{version // 100_000 % 100}"
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def driver_version() -> str | None:

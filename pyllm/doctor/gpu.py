@@ -33,6 +33,7 @@ def drivers() -> Iterator[Finding]:
 
 def cupy_packages() -> Iterator[Finding]:
     """Which build of CuPy is installed, and whether it can be imported."""
+    from pyllm.bench.machine import toolkit_version
     from pyllm.device.gpu import INSTALL
 
     builds = sorted(_cupy_builds())
@@ -48,8 +49,7 @@ def cupy_packages() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("cupy", FAIL, f"{shown} cannot be loaded: {_line(error)}", f"install it again: {INSTALL}")
         return
-    kind = "ROCm" if cupy.cuda.runtime.is_hip else "CUDA"
-    yield Finding("cupy", OK, f"{shown}, for {kind} {_runtime_version(cupy)}")
+    yield Finding("cupy", OK, f"{shown}, for {toolkit_version(cupy)}")
 
 
 def _cupy_builds() -> Iterator[str]:
@@ -57,13 +57,6 @@ def _cupy_builds() -> Iterator[str]:
         name = distribution.metadata["Name"] or ""
         if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]+)?", name):
             yield f"{name} {distribution.version}"
-
-
-def _runtime_version(cupy: Any) -> str:
-    version = cupy.cuda.runtime.runtimeGetVersion()
-    if cupy.cuda.runtime.is_hip:
-        return f"{version // 10_000_000}.{version // 100_000 % 100}"
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def compilers() -> Iterator[Finding]:
