@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -101,12 +101,16 @@ class TestHooks:
     Attributes:
         drop_wait: reuse input slots without waiting for their event.
         enforce: False lets a ubatch with a wrong serial run on, as an engine without the check would.
+        slow_stream: seconds by which each ubatch is late, so that the host runs far ahead.
+        corrupt: called with a ubatch's serial and writable views of its slot once it is queued; see `InputSlot.forge`.
     """
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
     drop_wait: bool = False
     enforce: bool = True
+    slow_stream: float = 0
+    corrupt: Callable[[int, InputViews], None] | None = None
 
 
 class Step:
@@ -259,7 +263,7 @@ class Executor:
         self.layout = layout
         self.workspace = Workspace(device)
         self._ring = InputRing(device, layout, ring_depth, wait=not hooks.drop_wait)
-        self._enforce = hooks.enforce
+        self._hooks = hooks
         self._block = device.upload(np.zeros(layout.num_bytes, np.uint8))
         self._zero_copy = zero_copy
         self._inputs = self._views_by_slot()
@@ -293,9 +297,13 @@ class Executor:
         outputs = Outputs(self.device, num_outputs, self.model.vocab_size, self._num_candidates(segments))
         try:
             with self.device.step():
+                if self._hooks.slow_stream:
+                    self.device.delay(self._hooks.slow_stream)
                 self._queue_inputs(slot)
                 self._queue_model(slot, segments, outputs)
                 done = self.device.record()
+                if self._hooks.corrupt is not None:
+                    self._hooks.corrupt(self._serial, slot.forge())
         except BaseException:
             self._broke_off = True
             outputs.release()
@@ -310,7 +318,7 @@ class Executor:
         try:
             device, block, counter = self.device, self._block, self._step_counter
             copy_inputs(
-                *(device, slot.bytes, self.layout, self._enforce, block, counter, self._kept, self._record),
+                *(device, slot.bytes, self.layout, self._hooks.enforce, block, counter, self._kept, self._record),
                 in_place=self._zero_copy,
             )
             self._serial += 1

@@ -46,6 +46,10 @@ class InputSlot:
             for view in vars(self._views).values():
                 view.flags.writeable = False
 
+    def forge(self) -> InputViews:
+        """Test hook: writable views, whatever the device does with the slot. On a GPU, hold the stream with a gate."""
+        return self._layout.views(self._pinned.memory)
+
     def read_behind(self, event: Event) -> None:
         """The device has read the slot once `event` completes."""
         self._read_event = event

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -374,7 +374,9 @@ class Scheduler:
             assert kv is not None
             in_step = any(kv is segment.seq for segment in entry.step.segments)
             if kv.seq_id in seq_ids or pages & set(kv.pages) or (whole_step and in_step):
-                error = StaleKVError(f"{found[0]}; the sequence was stopped, nothing of this step was shown")
+                own = next((fault for fault in found if fault.seq_id == kv.seq_id), found[0])
+                where = "" if own.seq_id >= 0 else _where(kv, entry.step.segments)
+                error = StaleKVError(f"{own}{where}; the sequence was stopped, nothing of this step was shown")
                 for page in kv.pages if whole_step and in_step else ():
                     self._cache.quarantine(page)
                 self._end(request, "error", error)
@@ -391,6 +393,13 @@ class Scheduler:
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
                 self._cache.release(kv)
+
+
+def _where(kv: SequenceKV, segments: Sequence[Segment]) -> str:
+    """The rows of a sequence that a step was to write; for faults of a step as a whole."""
+    segment = next(segment for segment in segments if segment.seq is kv)
+    stop = segment.start + len(segment.token_ids)
+    return f": sequence {kv.seq_id}, positions {segment.start} to {stop - 1}, all layers, pages {kv.pages}"
 
 
 def _as_pyllm_error(error: Exception) -> PyllmError:

@@ -64,10 +64,11 @@ class PinnedBuffer:
 
     Attributes:
         array: the host's view; read-only.
+        memory: for the device's copies and for test hooks; hosts write through `writable`.
     """
 
     def __init__(self, array: np.ndarray, checks: bool = False) -> None:
-        self._memory = array
+        self.memory = array
         self._checks = checks
         self._last_use: Event | None = None
         self.array = array[:]
@@ -77,7 +78,7 @@ class PinnedBuffer:
         """A view for the host to write. Nothing that is queued may still use the buffer."""
         if self._checks:
             assert_done(self._last_use, "pinned memory is written")
-        return self._memory[:]
+        return self.memory[:]
 
     def used_until(self, event: Event) -> None:
         """Queued work uses the buffer until an event has completed."""
@@ -192,6 +193,10 @@ class Device(ABC):
             NotCapturable: something among it cannot be recorded; nothing has been queued.
         """
         raise DeviceError(f"{self.name} does not capture launches")
+
+    @abstractmethod
+    def delay(self, seconds: float) -> None:
+        """Test hook: queue a wait."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import math
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -379,6 +380,9 @@ class GpuDevice(Device):
                 self._capturing = False
                 graph = self.stream.end_capture()
         return GpuGraph(graph, self, uses)
+
+    def delay(self, seconds: float) -> None:
+        self.stream.launch_host_func(lambda _: time.sleep(seconds), None)
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -149,6 +150,9 @@ class HostDevice(Device):
         with self._launch_check.recording() as recorded:
             work = self.stream.capture(launches)
         return HostGraph(self.stream, work, partial(self._launch_check.replay, recorded))
+
+    def delay(self, seconds: float) -> None:
+        self.stream.enqueue(partial(time.sleep, seconds))
 
     def gate(self) -> Gate:
         """Test hook: hold all later work back until the gate is opened."""

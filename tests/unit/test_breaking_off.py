@@ -226,3 +226,41 @@ def test_an_interrupt_ends_only_what_was_there_before() -> None:
         assert tokens(second) == ANSWER["n70"][:8]
         assert list(first)[-1].finish_reason == "interrupted"
         check_sound(llm)
+
+
+@pytest.mark.parametrize("inputs", ["copy", "zero-copy"])
+@pytest.mark.parametrize("kind", ["interrupt", "Ctrl-C"])
+def test_an_interrupt_at_any_point(inputs: str, kind: str) -> None:
+    """At launches all over the prompt and the first tokens; the next answer is that of a fresh engine, to the bit."""
+    options = {"inputs": inputs, "ubatch_size": 16, "inflight": 4, "n_seqs": 1}
+    with engine(**options) as fresh:
+        expected = fresh.logits(PROMPT["n5"])
+    with engine(**options) as llm:
+        llm._device.graphs = False  # else steps are replayed soon, without launches of their own
+        launch, calls, interrupted = llm._device.launch, 0, 0
+
+        def counting(op: Any, *args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == moment and kind == "interrupt":
+                llm.interrupt()
+            elif calls == moment:
+                os.kill(os.getpid(), signal.SIGINT)
+            launch(op, *args)
+
+        moment = 1
+        while True:
+            calls, llm._device.launch = 0, counting
+            try:
+                chunks = list(llm.generate(PROMPT["n70"], greedy(6)))
+                interrupted += chunks[-1].finish_reason == "interrupted"
+            except KeyboardInterrupt:
+                interrupted += 1
+            llm._device.launch = launch
+            if calls < moment:
+                break
+            moment += 17
+            assert (llm.logits(PROMPT["n5"]) == expected).all()
+            assert tokens(llm.generate(PROMPT["n5"], greedy(4))) == ANSWER["n5"][:4]
+        assert interrupted > 5
+        check_sound(llm)
