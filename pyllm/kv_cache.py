@@ -230,6 +230,29 @@ class KVCache:
         child.owns_tail = length % self.page_size == 0
         return child
 
+    def adopt(self, pages: Sequence[int], epochs: Sequence[int], length: int) -> SequenceKV:
+        """A new sequence whose first `length` rows lie in pages that somebody holds. The tail page is copied when the
+        sequence writes to it.
+
+        Args:
+            pages, epochs: as many as `length` rows need; all of these rows were read clean.
+        """
+        seq = SequenceKV(next(self._next_seq_id), list(pages), list(epochs), length, length)
+        seq.owns_tail = length % self.page_size == 0
+        for page in seq.pages:
+            self._references[page] += 1
+        return seq
+
+    def hold(self, page: int) -> None:
+        """One owner more for a page that has one."""
+        if not self._references[page]:
+            raise ValueError(f"page {page} is free; nobody can hold it")
+        self._references[page] += 1
+
+    def let_go(self, page: int) -> None:
+        """One owner less; a page without owners is free again."""
+        self._drop([page])
+
     def release(self, seq: SequenceKV) -> None:
         """Give all pages of a sequence back, and its recurrent state. The sequence is empty afterwards."""
         state, seq.state = seq.state, None

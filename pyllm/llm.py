@@ -34,6 +34,7 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
+from pyllm.prefix_index import PrefixIndex
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
@@ -67,6 +68,7 @@ class EngineOptions:
     inputs: str = "copy"
     kv_trace: str | os.PathLike[str] | None = None
     kv_trace_every: int = DEFAULT_EVERY
+    prefix_cache: bool = False
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class LLM:
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
+        prefix_cache: keep the K/V rows of ended sequences, as long as pages last, for prompts that begin like them;
+            `stats["cached_tokens"]` says how many tokens that saved. Not for models with recurrent layers yet.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
@@ -128,6 +132,7 @@ class LLM:
         inputs: str = "copy",
         kv_trace: str | os.PathLike[str] | None = None,
         kv_trace_every: int = DEFAULT_EVERY,
+        prefix_cache: bool = False,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -135,6 +140,7 @@ class LLM:
             inputs=inputs,
             kv_trace=kv_trace,
             kv_trace_every=kv_trace_every,
+            prefix_cache=prefix_cache,
         )
         self._open(path, open_device(device, graphs), options, progress)
 
@@ -224,6 +230,7 @@ class LLM:
             options.n_seqs,
             self.tokenizer.eog_ids.__contains__,
             self.tokenizer.vocab_size,
+            PrefixIndex(self._cache) if options.prefix_cache and recurrent is None else None,
         )
 
     def _check_rows(self, gguf: GGUFModel, options: EngineOptions, kv_type: KVType) -> None:

@@ -23,6 +23,7 @@ class Request:
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
+        num_cached: tokens of the prompt whose rows were there already.
         num_submitted: tokens whose rows are queued to be written; `kv.length` outside of a step.
         place: where the device keeps its next token; given out while it runs.
         is_kept: the last step that was queued for it leaves its next token there: another can be queued before the host
@@ -40,6 +41,7 @@ class Request:
     sampler: Sampler | None = None
     number: int = 0
     kv: SequenceKV | None = None
+    num_cached: int = 0
     num_submitted: int = 0
     place: int = -1
     is_kept: bool = False
@@ -86,6 +88,7 @@ class Request:
         prefill_end = self.first_token_at or self.ended_at
         return {
             "prompt_tokens": self.num_prompt,
+            "cached_tokens": self.num_cached,
             "generated_tokens": self.num_generated,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,
             "decode_seconds": max(0.0, self.ended_at - prefill_end) if self.started_at else 0.0,

@@ -19,6 +19,7 @@ from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
+from pyllm.prefix_index import PrefixIndex
 from pyllm.request import Request
 from pyllm.sampling import Sampled
 
@@ -44,6 +45,7 @@ class Scheduler:
         n_seqs: sequences that run at the same time.
         is_end: tells whether a token ends a generation.
         num_tokens: tokens that have a text; columns of the logits behind them are padding.
+        index: rows of ended sequences, from which prompts that begin alike go on; None: every prompt is computed anew.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Scheduler:
         n_seqs: int,
         is_end: Callable[[int], bool],
         num_tokens: int,
+        index: PrefixIndex | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
@@ -65,6 +68,7 @@ class Scheduler:
         self._n_seqs = n_seqs
         self._is_end = is_end
         self._num_tokens = num_tokens
+        self._index = index
         # The device's choice among all columns is the host's only where every column is a token.
         self._runs_ahead = executor.model.vocab_size == num_tokens
         self._waiting: deque[Request] = deque()
@@ -178,13 +182,31 @@ class Scheduler:
             if needed > usable:
                 self._end(request, "error", ContextError(f"{needed} K/V pages are needed, {usable} are in order"))
                 continue
-            if self._running and needed > self._cache.num_free_pages:
+            kv = self._first_rows(request)
+            if self._running and not self._has_pages(needed - len(kv.pages) + (not kv.owns_tail)):
+                self._cache.release(kv)
                 return
             self._waiting.popleft()
-            request.kv, request.num_submitted, request.is_kept = self._cache.new_sequence(), 0, False
+            request.kv, request.num_submitted, request.is_kept = kv, kv.length, False
+            if not request.num_generated:
+                request.num_cached = kv.length
             request.place = min(set(range(self._n_seqs)) - {other.place for other in self._running})
             request.logits.clear()
             self._running.append(request)
+
+    def _first_rows(self, request: Request) -> SequenceKV:
+        """A sequence for a request: with the rows of a known beginning of its tokens, except the last, whose logits are
+        wanted."""
+        known = None
+        if self._index is not None and request.sampler is not None:
+            known = self._index.take(request.token_ids[:-1])
+        return known or self._cache.new_sequence()
+
+    def _has_pages(self, num_pages: int) -> bool:
+        """Whether so many pages are free, or become so when kept rows give way."""
+        if self._index is not None:
+            return self._index.make_room(num_pages)
+        return num_pages <= self._cache.num_free_pages
 
     def _queue_ubatches(self) -> bool:
         queued = False
@@ -247,6 +269,8 @@ class Scheduler:
         assert request.kv is not None
         taken = {id(other) for other, _ in chosen}
         while not self._cache.extend(request.kv, count):
+            if self._index is not None and self._index.make_room(self._cache.num_free_pages + 1):
+                continue
             younger = self._running[self._running.index(request) + 1 :]
             victim = next((other for other in reversed(younger) if id(other) not in taken), None)
             if victim is None:
@@ -382,6 +406,8 @@ class Scheduler:
                 self._end(request, "error", error)
         for page in pages:
             self._cache.quarantine(page)
+            if self._index is not None:
+                self._index.forget(page)
 
     def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
         request.finish(reason, error)
@@ -392,6 +418,8 @@ class Scheduler:
             self._waiting.remove(request)
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
+                if self._index is not None and reason != "error":
+                    self._index.keep(request.token_ids, kv)
                 self._cache.release(kv)
 
 

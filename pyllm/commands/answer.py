@@ -122,7 +122,7 @@ class Timings:
             load_seconds,
             prefill,
             decode,
-            _rate(stats["prompt_tokens"] if generated else 0, prefill),
+            _rate(stats["prompt_tokens"] - stats.get("cached_tokens", 0) if generated else 0, prefill),
             _rate(generated - 1, decode),
         )
 
@@ -134,6 +134,8 @@ def _rate(tokens: int, seconds: float) -> float:
 def summary(stats: Mapping[str, Any], timings: Timings) -> str:
     """One line about speed."""
     prompt = _speed(stats["prompt_tokens"], "prompt", timings.prefill_tokens_per_second)
+    if cached := stats.get("cached_tokens", 0):
+        prompt = prompt.replace(", ", f" ({cached} of them from before), ", 1)
     return f"{prompt}; {_speed(stats['generated_tokens'], 'answer', timings.decode_tokens_per_second)}"
 
 

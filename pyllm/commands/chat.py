@@ -71,7 +71,7 @@ def run(options: ChatOptions) -> int:
     question = "" if from_terminal else read_stdin().strip()
     if not from_terminal and not question:
         return 0
-    with options.engine.open(local_model(options.model)) as llm:
+    with options.engine.open(local_model(options.model), prefix_cache=True) as llm:
         introduce(llm, options.engine.ctx_size)
         chat = Chat(llm, conversation, options.sampling)
         if from_terminal:

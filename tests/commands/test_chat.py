@@ -108,7 +108,8 @@ def test_conversation_grows(chat: Chat) -> None:
 def test_options_are_those_of_run(chat: Chat) -> None:
     options = ["-n", "3", "--temp", "0", "--repeat-penalty", "1.2", "-c", "100", "--device", "cpu", "--seed", "5"]
     chat("Hi", options=options)
-    assert FakeLLM.opened.options == {"ctx_size": 100, "device": "cpu", "graphs": True}
+    expected = {"ctx_size": 100, "device": "cpu", "graphs": True, "prefix_cache": True}
+    assert FakeLLM.opened.options == expected
     assert Recorder.all_params == [SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.2, seed=5)]
 
 
