@@ -27,6 +27,7 @@ from pyllm.commands.console import one_line, warn
 from pyllm.errors import PyllmError, UsageError
 
 COMMANDS = (
+    "batch",
     "bench",
     "chat",
     "doctor",

@@ -1,0 +1,123 @@
+"""The file of records: each is appended whole or not at all, and what is there says where to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pyllm.errors import PyllmError
+
+
+class Output:
+    """Open for appending, and held against other processes until it is closed or the process ends, however that is.
+
+    A last line without its end, left by a process that was killed or a disk that was full, is cut off.
+
+    Args:
+        path: made when it is not there.
+        overwrite: forget what it holds.
+
+    Attributes:
+        done: ids by line, as text, of the records that it holds; None for a line whose id could not be used.
+        num_failed: how many of them are errors.
+        num_cut: bytes that were cut off.
+
+    Raises:
+        PyllmError: it cannot be written, is in use, or holds something else than records.
+    """
+
+    def __init__(self, path: Path, overwrite: bool = False) -> None:
+        self.path = path
+        self.done: dict[int, str | None] = {}
+        self.num_failed = 0
+        self.num_cut = 0
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise PyllmError(f"{path} cannot be written: {error.strerror}; check the path of -o") from None
+        try:
+            self._lock()
+            if overwrite:
+                os.ftruncate(self._file, 0)
+            self._size = self._read()
+            os.ftruncate(self._file, self._size)
+            os.lseek(self._file, self._size, os.SEEK_SET)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        import fcntl
+
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise PyllmError(f"{self.path} is no regular file; a batch is resumed from its output, which must be one")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PyllmError(f"{self.path} is being written by another pyllm batch; wait for it") from None
+
+    def _read(self) -> int:
+        """Take in all whole records; returns where they end."""
+        end = 0
+        with open(self._file, "rb", closefd=False) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    self.num_cut = len(line)
+                    break
+                self._take(number, line)
+                end += len(line)
+        return end
+
+    def _take(self, number: int, line: bytes) -> None:
+        try:
+            value = json.loads(line)
+            identifier = value["custom_id"] if "custom_id" in value else value["id"]
+            source, failed = value["line"], value["error"] is not None
+            if type(source) is not int:
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise PyllmError(
+                f"{self.path}, line {number}: no record of pyllm batch; choose another -o, or --overwrite"
+            ) from None
+        if source in self.done:
+            raise PyllmError(f"{self.path}, line {number}: a second record of line {source}; choose another -o")
+        self.done[source] = None if identifier is None else str(identifier)
+        self.num_failed += failed
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; it is the system's when this returns.
+
+        Raises:
+            PyllmError: it cannot be written; nothing of it is left in the file.
+        """
+        data = json.dumps(record, separators=(", ", ": "), allow_nan=False).encode() + b"\n"  # ASCII
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise PyllmError(
+                f"{self.path} cannot be written: {error.strerror}; what is there is whole, run again to go on"
+            ) from None
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Let go of it, written out to the disk. Calling it twice is harmless."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            with suppress(OSError):
+                os.fsync(file)
+            os.close(file)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

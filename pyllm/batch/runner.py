@@ -1,0 +1,332 @@
+"""Keeps so many jobs going on an engine, and writes each record as soon as it is complete.
+
+Continuous batching: the engine's scheduler runs `parallel` sequences at the same time and starts the next as soon as
+one ends; the runner hands it jobs in the order of the input, a few more than run, so that no place stays empty. When
+K/V pages run out, the scheduler puts the youngest back into its queue; nobody here notices.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from pyllm.batch.errors import LineError, as_line_error
+from pyllm.batch.input import Entry
+from pyllm.batch.lines import Form, Job, LineReader, Ticket
+from pyllm.batch.output import Output
+from pyllm.batch.records import Result, Usage, error_record, record
+from pyllm.errors import DeviceError, PyllmError
+from pyllm.generation import Chunk
+from pyllm.reasoning import CLOSE, OPEN, opens_reasoning, split_reasoning
+from pyllm.sampling import SamplingParams
+
+_MOST_AHEAD = 8  # jobs that wait in the engine's queue
+_PROMPT_END = 8  # tokens in which a template's <think> is looked for
+_WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
+_READ_AHEAD = 64  # entries
+
+
+class Generating(Protocol):
+    """A generation that was begun, see `pyllm.generation.Generation`."""
+
+    def take(self) -> Chunk | None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> Mapping[str, Any]: ...
+
+
+class Engine(Protocol):
+    """What the runner needs of `pyllm.llm.LLM`."""
+
+    tokenizer: Any
+
+    @property
+    def template(self) -> Any: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]: ...
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Generating: ...
+
+    def advance(self) -> bool: ...
+
+
+@dataclass
+class Tally:
+    """What has been done.
+
+    Attributes:
+        resumed: records that were there before; they are in no other number but `failed`.
+        finished: records that were written.
+        failed: records that are errors.
+        seconds: since the first line was read.
+    """
+
+    resumed: int = 0
+    finished: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens, those of running answers too."""
+        return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class _Running:
+    job: Job
+    generation: Generating
+    thinks: bool
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Chunk] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Runner:
+    """One pass over the input.
+
+    Args:
+        engine: with places for `parallel` sequences.
+        model: its name, for records that show one.
+        on_progress: called after each step with what has been done.
+
+    Attributes:
+        tally: what has been done so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reader: LineReader,
+        output: Output,
+        parallel: int,
+        model: str,
+        on_progress: Callable[[Tally], None] = lambda tally: None,
+    ) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._output = output
+        self._places = parallel + min(parallel, _MOST_AHEAD)
+        self._model = model
+        self._on_progress = on_progress
+        self._running: list[_Running] = []
+        self._seen: set[str] = set()
+        self._usual = Form.SIMPLE
+        self._is_stopping = False
+        controls = engine.tokenizer.control_texts()
+        self._marks = {controls[text]: text for text in (OPEN, CLOSE) if text in controls}
+        self.tally = Tally(failed=output.num_failed)
+
+    def stop(self) -> None:
+        """End soon, without the answers that are not complete. Safe in a signal handler."""
+        self._is_stopping = True
+
+    def run(self, entries: Feed) -> bool:
+        """Answer all entries; False when it was stopped before.
+
+        Raises:
+            PyllmError: it cannot go on. All records that were complete are written.
+        """
+        started = time.perf_counter()
+        try:
+            while not self._is_stopping:
+                self._begin_more(entries)
+                if not self._running and entries.is_over:
+                    return True
+                if self._running and not self._is_stopping:
+                    moved = self._engine.advance()
+                    if not self._collect() and not moved:
+                        raise PyllmError("the engine has nothing to do, but lines are not answered: please report this")
+                self.tally.seconds = time.perf_counter() - started
+                self._on_progress(self.tally)
+            return False
+        finally:
+            for running in self._running:
+                running.generation.close()
+
+    # beginning
+
+    def _begin_more(self, entries: Feed) -> None:
+        while len(self._running) < self._places and not self._is_stopping:
+            entry = entries.next(wait=not self._running)
+            if entry is None:
+                return
+            self._begin(entry)
+
+    def _begin(self, entry: Entry) -> None:
+        ticket = Ticket(entry.line, None, self._usual)
+        try:
+            ticket = self._reader.ticket(entry, self._usual)
+            if self._is_done(ticket):
+                return
+            if ticket.id is not None and ticket.key in self._seen:
+                identifier, ticket = ticket.id, replace(ticket, id=None)  # in the output, each id is there once
+                raise LineError("duplicate_id", f"an earlier line has the id {identifier!r} too")
+            if ticket.id is not None:
+                self._seen.add(ticket.key)
+            job = self._reader.job(entry, ticket)
+            self._running.append(self._begun(job))
+        except DeviceError:
+            raise
+        except LineError as error:
+            if not self._is_done(ticket):
+                self._write_error(ticket, error)
+
+    def _is_done(self, ticket: Ticket) -> bool:
+        """Whether the output has this line's record from an earlier run.
+
+        Raises:
+            PyllmError: what it has for this line is of another one.
+        """
+        if ticket.id is not None:
+            self._usual = ticket.form
+        if ticket.line not in self._output.done:
+            return False
+        found = self._output.done[ticket.line]
+        if found is not None and ticket.id is not None and found != ticket.key:
+            raise PyllmError(
+                f"{self._output.path} has a record of line {ticket.line} with the id {found!r}, the input has "
+                f"{ticket.key!r} there; it is another input: choose another -o"
+            )
+        if ticket.id is not None:
+            self._seen.add(ticket.key)
+        self.tally.resumed += 1
+        return True
+
+    def _begun(self, job: Job) -> _Running:
+        engine = self._engine
+        if job.messages is not None:
+            engine.template  # noqa: B018  (a malformed one is the model's fault, and no line's: it stops everything)
+        try:
+            if job.messages is None:
+                ids = engine.tokenize(job.prompt)
+                thinks = False
+            else:
+                ids = engine.chat_tokens(job.messages, **job.template_args)
+                thinks = opens_reasoning(engine.detokenize(ids[-_PROMPT_END:]))
+            return _Running(job, engine.begin(ids, job.params), thinks)
+        except DeviceError:
+            raise
+        except PyllmError as error:
+            raise as_line_error(error) from None
+
+    # collecting
+
+    def _collect(self) -> bool:
+        """Take what has come and write what is complete; False when nothing had come."""
+        before = self.tally.completion_tokens, len(self._running)
+        for running in [*self._running]:
+            try:
+                reason = self._take(running)
+            except DeviceError:
+                raise
+            except PyllmError as error:
+                self._running.remove(running)
+                self._write_error(running.job.ticket, as_line_error(error), self._usage(running))
+                continue
+            if reason is not None:
+                self._running.remove(running)
+                if reason in ("stop", "length"):
+                    self._write(running, reason)
+        return (self.tally.completion_tokens, len(self._running)) != before
+
+    def _take(self, running: _Running) -> str | None:
+        """All that has come; returns the finish reason with the last of it."""
+        while (chunk := running.generation.take()) is not None:
+            if chunk.text:
+                running.texts.append(chunk.text)
+            if chunk.token is not None:
+                running.num_tokens += 1
+                self.tally.completion_tokens += 1
+                if chunk.token in self._marks and running.job.messages is not None:
+                    running.texts.append(self._marks[chunk.token])  # a control token: it has no text of its own
+                if running.job.num_logprobs is not None:
+                    running.tokens.append(chunk)
+            if chunk.finish_reason is not None:
+                return chunk.finish_reason
+        return None
+
+    @staticmethod
+    def _usage(running: _Running) -> Usage:
+        stats = running.generation.stats()
+        return Usage(stats["prompt_tokens"], stats.get("cached_tokens", 0), running.num_tokens)
+
+    def _write(self, running: _Running, reason: str) -> None:
+        text, reasoning = "".join(running.texts), None
+        if running.job.messages is not None:
+            reasoning, text = split_reasoning(text, running.thinks)
+        usage = self._usage(running)
+        self.tally.prompt_tokens += usage.prompt_tokens
+        self.tally.cached_tokens += usage.cached_tokens
+        result = Result(text, reasoning, reason, usage, running.tokens)
+        self._append(record(running.job, result, self._model, self._engine.tokenizer.token_bytes))
+
+    def _write_error(self, ticket: Ticket, error: LineError, usage: Usage | None = None) -> None:
+        self.tally.failed += 1
+        self._append(error_record(ticket, error, usage))
+
+    def _append(self, shown: Mapping[str, Any]) -> None:
+        self._output.append(shown)
+        self.tally.finished += 1
+
+
+class Feed:
+    """Entries one by one, for a runner that has other things to do than wait.
+
+    Args:
+        entries: read as they are asked for.
+        from_pipe: they come when they come: they are read in a thread of their own, a few ahead, and `next` gives up
+            after a short while.
+    """
+
+    def __init__(self, entries: Iterator[Entry], from_pipe: bool = False) -> None:
+        self.is_over = False
+        self._entries = entries
+        self._queue: queue.Queue[Entry | BaseException | None] | None = None
+        if from_pipe:
+            self._queue = queue.Queue(_READ_AHEAD)
+            threading.Thread(target=self._read, args=(self._queue,), daemon=True).start()
+
+    def _read(self, into: queue.Queue[Entry | BaseException | None]) -> None:
+        try:
+            for entry in self._entries:
+                into.put(entry)
+            into.put(None)
+        except BaseException as error:
+            into.put(error)
+
+    def next(self, wait: bool) -> Entry | None:
+        """The next entry; None when there is none now, or none any more (`is_over`).
+
+        Args:
+            wait: a moment, when there is none yet.
+
+        Raises:
+            PyllmError: the input cannot be read on.
+        """
+        if self.is_over:
+            return None
+        if self._queue is None:
+            entry = next(self._entries, None)
+        else:
+            try:
+                found = self._queue.get(block=wait, timeout=_WAIT)
+            except queue.Empty:
+                return None
+            if isinstance(found, BaseException):
+                raise found
+            entry = found
+        self.is_over = entry is None
+        return entry
