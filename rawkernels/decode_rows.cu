@@ -4,7 +4,7 @@
 // Launch    grid (ceil(K / 1024), N), block (128): eight elements per thread
 // Numerics  exact decode, one rounding to nearest even, saturated at 65504
 // Defines   QTYPE
-// Compile   QTYPE=0,12,14,22
+// Compile   QTYPE=0,1,2,3,6,7,8,10,11,12,13,14,16,17,18,19,20,21,22,23,29,30,34,35,39,40
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 

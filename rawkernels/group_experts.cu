@@ -7,6 +7,7 @@
 // Sync      all threads count (whole numbers: any order gives the same), barrier; warps sum up what lies before the block's
 //           expert, barrier; each warp writes the pairs of its own part of `experts`
 // Defines   BM: pairs of a tile
+// Scratch   sm_80=8
 // Compile   BM=32,64,128
 #include "common/platform.cuh"
 

@@ -7,12 +7,13 @@
 // Sync      see common/product.cuh
 // Numerics  f16 operands, x saturated at 65504; f32 sums
 // Defines   QTYPE and those of common/product.cuh
+// SharedLimit   sm_90=232448 sm_80=166912
 // Compile   QTYPE=0,1,2,3,6,7,8,10,11,12,13,14,16,17,18,19,20,21,22,23,29,30,34,35,39,40 BM=64 BN=128 BK=32 THREADS=256
 //           X_STAGES=3 X_F16=1 STAGED=0 OUTPUT=0;
-//           QTYPE=1,8,12,14 BM=128 BN=128 BK=64 THREADS=128 X_STAGES=2 X_F16=0,1 STAGED=1 OUTPUT=0;
-//           QTYPE=12 BM=256 BN=128 BK=64 THREADS=256 X_STAGES=3 X_F16=1 STAGED=1 OUTPUT=1,2;
-//           QTYPE=12 BM=32,64 BN=64,128 BK=64 THREADS=128 X_STAGES=3 X_F16=1 STAGED=1 OUTPUT=1;
-//           QTYPE=12 BM=64 BN=64 BK=32 THREADS=256 X_STAGES=3 X_F16=0 STAGED=0 OUTPUT=1,2
+//           QTYPE=1,12,14 BM=256 BN=128 BK=64 THREADS=256 X_STAGES=2 X_F16=0,1 STAGED=1 OUTPUT=0 @sm_90 @sm_80;
+//           QTYPE=12 BM=128 BN=64,128 BK=64 THREADS=128 X_STAGES=2 X_F16=1 STAGED=1 OUTPUT=0,1,2 @sm_90 @sm_80;
+//           QTYPE=8,12 BM=64 BN=64 BK=64 THREADS=128 X_STAGES=2 X_F16=1 STAGED=1 OUTPUT=2 @sm_90 @sm_80;
+//           QTYPE=12 BM=128 BN=128 BK=32 THREADS=256 X_STAGES=3 X_F16=0 STAGED=0 OUTPUT=1,2
 #include "common/platform.cuh"
 #include "quants/decode.cuh"
 #include "common/product.cuh"
