@@ -261,7 +261,7 @@ class Runner:
     @staticmethod
     def _usage(running: _Running) -> Usage:
         stats = running.generation.stats()
-        return Usage(stats["prompt_tokens"], stats.get("cached_tokens", 0), running.num_tokens)
+        return Usage(stats["prompt_tokens"], stats["cached_tokens"], running.num_tokens)
 
     def _write(self, running: _Running, reason: str) -> None:
         text, reasoning = "".join(running.texts), None

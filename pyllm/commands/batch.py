@@ -17,7 +17,7 @@ import click
 
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.batch_progress import Display, display
-from pyllm.commands.console import note, progress_bar, size_text, warn
+from pyllm.commands.console import note, size_text, warn
 from pyllm.commands.models import local_model
 from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
 from pyllm.commands.prompt import checked_text, unescape
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pyllm.batch.output import Output
     from pyllm.batch.runner import Tally
     from pyllm.batch.template import PromptTemplate
-    from pyllm.llm import LLM
     from pyllm.sampling import SamplingParams
 
 SOME_FAILED = 3
@@ -228,7 +227,7 @@ def _answer(
     parallel, words = _parallel(options, path)
     system = None if options.system is None else checked_text(options.system, "--system")
     reader = LineReader(params, source.has_columns, template, system, options.raw)
-    with _opened(options, path, parallel) as llm:
+    with options.engine.open(path, n_seqs=parallel, prefix_cache=True) as llm:
         if options.engine.ctx_size is not None and llm.ctx_size < options.engine.ctx_size:
             warn(f"the model was trained for {llm.ctx_size} tokens; -c {options.engine.ctx_size} is cut down to that")
         shown.begin(f"Device: {llm.device_description}; {words}", device=llm.device_description, parallel=parallel)
@@ -240,15 +239,6 @@ def _answer(
         status = TERMINATED if received[0] == signal.SIGTERM else INTERRUPTED
     _tell(options, shown, runner.tally, params, status)
     return status
-
-
-def _opened(options: BatchOptions, path: Path, parallel: int) -> LLM:
-    from pyllm.llm import LLM
-
-    given = {name: value for name, value in asdict(options.engine).items() if value is not None}
-    graphs = not given.pop("no_graphs")
-    with progress_bar("loading") as progress:
-        return LLM(path, progress=progress, graphs=graphs, n_seqs=parallel, **given)
 
 
 def _parallel(options: BatchOptions, path: Path) -> tuple[int, str]:

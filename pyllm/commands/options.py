@@ -176,13 +176,16 @@ class EngineOptions:
     kv_trace: str | None
     kv_trace_every: int | None
 
-    def open(self, path: Path, prefix_cache: bool = False) -> LLM:
-        """Load the model, with a bar. `prefix_cache` is that of `LLM`."""
+    def open(self, path: Path, **more: Any) -> LLM:
+        """Load the model, with a bar.
+
+        Args:
+            more: further arguments of `LLM`.
+        """
         from pyllm.llm import LLM
 
-        given = _given(self, "no_graphs") | ({"prefix_cache": True} if prefix_cache else {})
         with progress_bar("loading") as progress:
-            return LLM(path, progress=progress, graphs=not self.no_graphs, **given)
+            return LLM(path, progress=progress, graphs=not self.no_graphs, **_given(self, "no_graphs"), **more)
 
 
 def engine_options(ctx_size: str) -> Callable[[Command], Command]:

@@ -1,0 +1,1 @@
+"""Batches: from lines to records."""

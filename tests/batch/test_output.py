@@ -1,0 +1,106 @@
+"""The file of records: whole lines, found again, held by one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyllm.batch.output import Output
+from pyllm.batch.settings import check_same, read_settings, settings_path, write_settings
+from pyllm.errors import PyllmError, UsageError
+
+
+def simple(line: int, identifier: Any = "a", error: Any = None) -> dict[str, Any]:
+    return {"id": identifier, "line": line, "error": error}
+
+
+def test_records_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Output(path) as output:
+        output.append(simple(1))
+        output.append(simple(2, None, {"code": "x"}))
+        output.append({"id": "batch_req_3", "custom_id": "ü\u2028", "line": 3, "error": None})
+        lines = path.read_bytes().splitlines()  # there before it is closed
+    assert len(lines) == 3 and all(line.isascii() for line in lines)
+    with Output(path) as output:
+        assert output.done == {1: "a", 2: None, 3: "ü\u2028"} and output.num_failed == 1 and not output.num_cut
+    with Output(path, overwrite=True) as output:
+        assert not output.done
+    assert path.read_bytes() == b""
+
+
+def test_a_cut_last_line_is_taken_off_wherever_it_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first, last = (json.dumps(simple(line)).encode() + b"\n" for line in (1, 2))
+    for kept in range(len(last)):
+        path.write_bytes(first + last[:kept])
+        with Output(path) as output:
+            assert output.done == {1: "a"} and output.num_cut == kept
+            output.append(simple(2, "b"))
+        assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", [b"hello", b"5", b"{}", b'{"id": 1, "line": "2", "error": null}', b"\xff", b"\0\0"])
+def test_other_files_are_left_alone(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(PyllmError, match="line 1: no record"):
+        Output(path)
+    assert path.read_bytes() == line + b"\n"
+
+
+def test_a_line_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps(simple(line)) + "\n" for line in (1, 2, 1)))
+    with pytest.raises(PyllmError, match="second record of line 1"):
+        Output(path)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with Output(tmp_path / "out.jsonl"), pytest.raises(PyllmError, match="another pyllm batch"):
+        Output(tmp_path / "out.jsonl")
+    Output(tmp_path / "out.jsonl").close()
+
+
+def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PyllmError, match="cannot be written"):
+        Output(tmp_path / "no" / "out.jsonl")
+    with pytest.raises(PyllmError, match="cannot be written"):
+        Output(tmp_path)
+    with pytest.raises(PyllmError, match="regular file"):
+        Output(Path("/dev/null"))
+    path = tmp_path / "out.jsonl"
+    real = os.write
+    with Output(path) as output:
+        output.append(simple(1))
+
+        def full(file: int, data: memoryview) -> int:
+            if len(data) < 10:
+                raise OSError(28, "No space left on device")
+            return real(file, data[:8])
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(PyllmError, match="No space left"):
+            output.append(simple(2))
+        monkeypatch.undo()
+    assert path.read_text() == json.dumps(simple(1)) + "\n"
+
+
+def test_settings(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert read_settings(out) is None
+    settings = {"raw": False, "sampling": {"temperature": 0.5, "stop": ()}, "input": {"bytes": 3}}
+    write_settings(out, settings)
+    then = read_settings(out)
+    assert then is not None
+    check_same(out, then, {**settings, "input": {"bytes": 4}})
+    with pytest.raises(UsageError, match=r"raw was false, is true; sampling temperature was 0\.5, is none"):
+        check_same(out, then, {**settings, "raw": True, "sampling": {"stop": []}})
+    for damaged in (b"", b"[]", b'{"version": 99, "input": {}}', b"\xff"):
+        settings_path(out).write_bytes(damaged)
+        with pytest.raises(PyllmError, match="damaged"):
+            read_settings(out)

@@ -1,0 +1,238 @@
+"""The runner with an engine that repeats prompts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyllm.batch.input import Entry, open_source
+from pyllm.batch.lines import LineReader
+from pyllm.batch.output import Output
+from pyllm.batch.runner import Feed, Runner
+from pyllm.errors import DeviceError, PyllmError, TemplateError
+from pyllm.sampling import SamplingParams
+from tests.batch.stub import StubLLM
+
+PARAMS = SamplingParams(max_tokens=None, seed=0)
+
+
+class Batch:
+    """Runs of one input into one output."""
+
+    def __init__(self, folder: Path, lines: list[Any]) -> None:
+        self.input, self.out = folder / "in.jsonl", folder / "out.jsonl"
+        self.input.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+
+    def run(self, parallel: int = 4, engine: StubLLM | None = None) -> Runner:
+        engine = engine or StubLLM(n_seqs=parallel)
+        with Output(self.out) as output:
+            runner = Runner(engine, LineReader(PARAMS), output, parallel, "stub")
+            runner.run(Feed(open_source(str(self.input)).entries()))
+        assert not engine.open
+        return runner
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+    def by_line(self) -> dict[int, Any]:
+        assert len({record["line"] for record in self.records}) == len(self.records)
+        return {record["line"]: record.get("text") or record["error"]["code"] for record in self.records}
+
+
+def test_records(tmp_path: Path) -> None:
+    batch = Batch(
+        tmp_path, [{"id": "a", "prompt": "one two three", "max_tokens": 2, "logprobs": 1}, {"prompt": "x" * 9}]
+    )
+    tally = batch.run().tally
+    usage = {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 2}
+    top = [{"token": 1, "text": "x", "logprob": -1.0}]
+    assert batch.records[1] == {
+        "id": "a",
+        "line": 1,
+        "text": "one two",
+        "finish_reason": "length",
+        "usage": usage,
+        "logprobs": [{"token": 3, "text": "xxx", "logprob": -1.0, "top": top}] * 2,
+        "error": None,
+    }
+    assert batch.records[0]["id"] == "line-2" and batch.records[0]["finish_reason"] == "stop"
+    assert (tally.finished, tally.failed, tally.completion_tokens, tally.prompt_tokens) == (2, 0, 3, 4)
+
+
+def test_openai_records(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "<think>a b</think> c d"}]
+    batch = Batch(
+        tmp_path,
+        [
+            {"custom_id": "a", "body": {"messages": messages, "logprobs": True, "top_logprobs": 1}},
+            {"custom_id": "b", "body": {"prompt": "e f", "logprobs": 1}},
+            {"custom_id": "a", "body": {"prompt": "e f"}},
+            "damaged",
+        ],
+    )
+    assert batch.run(1).tally.failed == 2
+    chat, completion, duplicate, damaged = sorted(batch.records, key=lambda record: record["line"])
+    assert chat["custom_id"] == "a" and chat["error"] is None and chat["response"]["status_code"] == 200
+    body = chat["response"]["body"]
+    assert body["object"] == "chat.completion" and body["model"] == "stub"
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "c d", "reasoning_content": "a b"}
+    assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["content"]) == 4
+    assert choice["logprobs"]["content"][3] == {
+        "token": "x",
+        "logprob": -1.0,
+        "bytes": [120],
+        "top_logprobs": [{"token": "x", "logprob": -1.0, "bytes": [120]}],
+    }
+    assert body["usage"]["total_tokens"] == 8 and body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    choice = completion["response"]["body"]["choices"][0]
+    assert choice["text"] == "e f" and choice["logprobs"]["tokens"] == ["x", "x"]
+    assert choice["logprobs"]["top_logprobs"] == [{"x": -1.0}] * 2
+    for record, code in ((duplicate, "duplicate_id"), (damaged, "invalid_json")):
+        assert record["custom_id"] is None and record["response"] is None and record["error"]["code"] == code
+
+
+def test_what_is_wrong_with_a_line_stops_no_other(tmp_path: Path) -> None:
+    batch = Batch(
+        tmp_path,
+        [
+            {"id": 1, "prompt": "good"},
+            "",
+            "nonsense",
+            {"id": "1", "prompt": "again"},
+            {"id": 2, "prompt": "x " * 101},
+            {"id": 3, "prompt": "half BOOM"},
+            {"id": 4, "prompt": "x", "max_tokens": 0},
+            {"id": 4, "prompt": "x"},
+            {"id": 5, "prompt": "fine"},
+        ],
+    )
+    tally = batch.run().tally
+    assert batch.by_line() == {
+        1: "good",
+        3: "invalid_json",
+        4: "duplicate_id",
+        5: "context_length_exceeded",
+        6: "engine_error",
+        7: "invalid_value",
+        8: "duplicate_id",
+        9: "fine",
+    }
+    assert (tally.finished, tally.failed) == (8, 6)
+    identifiers = [record["id"] for record in batch.records if record["id"] is not None]
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_places_are_kept_filled(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [{"prompt": "word " * (1 + number % 7)} for number in range(50)])
+    engine = StubLLM(n_seqs=3)
+    batch.run(3, engine)
+    assert engine.most_open == 6 and len(batch.records) == 50
+    assert [params.seed for _, params in engine.begun] == list(range(50))
+
+
+def test_resuming_after_every_place_where_the_output_may_end(tmp_path: Path) -> None:
+    lines: list[Any] = [{"id": number, "prompt": f"p{number} " * (number % 3 + 1)} for number in range(6)]
+    batch = Batch(tmp_path, [*lines[:3], "damaged", {"id": 0, "prompt": "again"}, *lines[3:]])
+    batch.run(2)
+    whole, expected = batch.out.read_bytes(), batch.by_line()
+    for size in range(0, len(whole), 7):
+        batch.out.write_bytes(whole[:size])
+        before = whole[:size].count(b"\n")
+        tally = batch.run(2).tally
+        assert batch.by_line() == expected
+        assert (tally.resumed, tally.finished, tally.failed) == (before, 8 - before, 2)
+
+
+def test_another_input_is_found_out(tmp_path: Path) -> None:
+    Batch(tmp_path, [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]).run()
+    with pytest.raises(PyllmError, match="record of line 1 with the id 'a', the input has 'b'"):
+        Batch(tmp_path, [{"id": "b", "prompt": "y"}]).run()
+
+
+def test_ten_thousand_lines_of_which_some_are_bad(tmp_path: Path) -> None:
+    lines: list[Any] = [{"id": f"id-{number}", "prompt": f"p{number} and more"} for number in range(10_000)]
+    damages = ("{", "[]", {"id": "id-0", "prompt": "x"}, {"id": "m", "prompt": "x", "max_tokens": 0}, '{"id": "\xff')
+    for number in range(10, 10_000, 20):
+        lines[number] = damages[number // 20 % len(damages)]
+    batch = Batch(tmp_path, lines)
+    tally = batch.run(32).tally
+    records = batch.records
+    assert len(records) == tally.finished == 10_000 and tally.failed == 500
+    assert {record["line"] for record in records} == set(range(1, 10_001))
+    good = {record["id"]: record for record in records if record["error"] is None}
+    assert len(good) == 9500
+    assert all(record["text"] == f"p{record['line'] - 1} and more" for record in good.values())
+
+
+def test_what_concerns_all_lines_stops_the_batch_and_keeps_records(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [{"prompt": "short"}, {"prompt": "a much longer one"}])
+
+    class Failing(StubLLM):
+        def advance(self) -> bool:
+            if self.begun and len(self.open) == 1:
+                raise DeviceError("the device failed")
+            return super().advance()
+
+    with pytest.raises(DeviceError):
+        batch.run(2, Failing(n_seqs=2))
+    assert batch.by_line() == {1: "short"}
+    batch.run()
+    assert batch.by_line() == {1: "short", 2: "a much longer one"}
+
+    class WithoutTemplate(StubLLM):
+        @property
+        def template(self) -> None:  # type: ignore[override]
+            raise TemplateError("malformed")
+
+    batch.out.unlink()
+    with pytest.raises(TemplateError):
+        batch.run(2, WithoutTemplate(n_seqs=2))
+    assert batch.records == []
+
+
+def test_stopping_keeps_what_is_complete(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [{"prompt": "word " * (number + 1)} for number in range(20)])
+    engine = StubLLM(n_seqs=2)
+    with Output(batch.out) as output:
+        runner = Runner(
+            engine, LineReader(PARAMS), output, 2, "stub", lambda tally: tally.finished > 4 and runner.stop()
+        )
+        assert runner.run(Feed(open_source(str(batch.input)).entries())) is False
+    assert not engine.open and 4 < len(batch.records) < 20
+    batch.run()
+    assert len(batch.by_line()) == 20
+
+
+def test_a_pipe_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """The first line is answered before the second has come."""
+    answered = threading.Event()
+
+    def entries() -> Iterator[Entry]:
+        yield Entry(1, {"prompt": "first line"})
+        assert answered.wait(30)
+        yield Entry(2, {"prompt": "second"})
+
+    with Output(tmp_path / "out.jsonl") as output:
+        runner = Runner(
+            StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub", lambda t: t.finished and answered.set()
+        )
+        assert runner.run(Feed(entries(), from_pipe=True))
+    assert runner.tally.finished == 2
+
+
+def test_a_pipe_that_breaks_stops_the_batch(tmp_path: Path) -> None:
+    def entries() -> Iterator[Entry]:
+        yield Entry(1, {"prompt": "first line"})
+        raise PyllmError("it cannot be read")
+
+    with Output(tmp_path / "out.jsonl") as output:
+        runner = Runner(StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub")
+        with pytest.raises(PyllmError, match="cannot be read"):
+            runner.run(Feed(entries(), from_pipe=True))
