@@ -1,4 +1,4 @@
-"""gated_mul_mat_id: the first half of an expert, silu(x @ gate.T) * (x @ up.T), for the experts chosen for each token."""
+"""gated_mul_mat_id: the first half of an expert, silu(x @ gate.T) * (x @ up.T), for the experts of each token."""
 
 from __future__ import annotations
 
