@@ -21,6 +21,7 @@ from pyllm.kernel_bench_experts import (
 )
 from pyllm.kernel_bench_kv import attention_cases, clear_tags_cases, page_cases, rope_set_rows_cases, set_rows_cases
 from pyllm.kernel_bench_products import decode_rows_cases, linear_cases, mul_mat_cases
+from pyllm.kernel_bench_recurrent import recurrent_cases
 from pyllm.kernel_bench_samples import (
     F16_LIMIT,
     F32_LIMIT,
@@ -242,6 +243,7 @@ _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...]
     route_cases,
     group_experts_cases,
     weighted_sum_cases,
+    recurrent_cases,
     _rms_norm_cases,
     _rope_cases,
     _elementwise(SILU_MUL, silu_mul, 3.0, F32_LIMIT),

@@ -38,6 +38,7 @@ class Sizes:
         decode: (sequences, rows of each).
         vocabulary: columns of the logits.
         experts: (experts, used, rows, row elements), and tokens.
+        delta: key heads, value heads and their elements, of recurrent layers.
     """
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048)
@@ -54,6 +55,7 @@ class Sizes:
     vocabulary: int = 151_936
     experts: tuple[int, int, int, int] = (128, 8, 768, 2048)
     expert_tokens: tuple[int, ...] = (1, 8, 512, 2048)
+    delta: tuple[int, int, int] = (16, 32, 128)
 
 
 REAL = Sizes()
@@ -72,6 +74,7 @@ SMALL = Sizes(
     vocabulary=5000,
     experts=(8, 2, 64, 256),
     expert_tokens=(1, 9),
+    delta=(1, 2, 32),
 )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from pyllm import faults
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.kernel_check import Arguments, Case, convert
+from pyllm.kernel_recurrent_cases import recurrent_cases
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.ops.add import ADD
@@ -715,6 +716,7 @@ _GROUPS = (
     _copy_inputs_cases,
     _keep_tokens_cases,
     _page_cases,
+    recurrent_cases,
     _expert_cases,
     _flash_attention_cases,
     partial(_gate_cases, GELU_MUL),

@@ -112,22 +112,10 @@ class RecurrentCache:
             device.empty((num_rows, shape.row_size), np.float32),
             device.upload(np.zeros((num_rows, num_layers, MARK_WIDTH), np.uint32)),
         )
-        self.layers = [self._layer_state(index) for index in range(num_layers)]
+        self.layers = [LayerState(self.rows.values, self.rows.marks, shape, index) for index in range(num_layers)]
         self._free = deque(range(num_slots))
         self._next_epoch = itertools.count(1)
         self._checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()  # by epoch and position
-
-    def _layer_state(self, index: int) -> LayerState:
-        shape, num_rows = self.shape, self.rows.values.shape[0]
-        start = index * shape.layer_size
-        end = start + shape.layer_size
-        middle = end - int(np.prod(shape.matrix_shape))
-        return LayerState(
-            self.rows.values[:, start:middle].reshape(num_rows, *shape.window_shape),
-            self.rows.values[:, middle:end].reshape(num_rows, *shape.matrix_shape),
-            self.rows.marks[:, index],
-            shape.layers[index],
-        )
 
     @property
     def num_bytes(self) -> int:

@@ -64,34 +64,66 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class LayerState:
-    """One layer's part of the recurrent memory. All three are views whose first axis has any stride.
+    """One layer's part of the recurrent memory.
 
     Attributes:
-        windows: [num_rows, kernel_size - 1, num_channels] float32, the last inputs of the convolution, oldest first.
-        matrices: [num_rows, num_heads, head_dim of values, head_dim of keys] float32.
-        marks: [num_rows, MARK_WIDTH] uint32: the epoch of the sequence that a row belongs to (0: nobody's), and its
-            position: how many tokens it has seen.
-        layer: number in the model, for fault records.
+        values: [num_rows, row_size] float32, of all layers.
+        marks: [num_rows, num_layers, MARK_WIDTH] uint32, of all layers: the epoch of the sequence that a layer's row
+            belongs to (0: nobody's), and its position: how many tokens it has seen.
+        shape: sizes.
+        index: which of the recurrent layers.
     """
 
-    windows: Any
-    matrices: Any
+    values: Any
     marks: Any
-    layer: int
+    shape: RecurrentShape
+    index: int
+
+    @property
+    def layer(self) -> int:
+        """Number in the model, for fault records."""
+        return self.shape.layers[self.index]
+
+    @property
+    def window_start(self) -> int:
+        """Where in a row of values the window begins."""
+        return self.index * self.shape.layer_size
+
+    @property
+    def matrix_start(self) -> int:
+        """Where in a row of values the matrices begin."""
+        return self.window_start + math.prod(self.shape.window_shape)
+
+    @property
+    def windows(self) -> Any:
+        """[num_rows, kernel_size - 1, num_channels], a view: the last inputs of the convolution, oldest first."""
+        part = self.values[:, self.window_start : self.matrix_start]
+        return part.reshape(len(part), *self.shape.window_shape)
+
+    @property
+    def matrices(self) -> Any:
+        """[num_rows, num_heads, head_dim of values, head_dim of keys], a view."""
+        part = self.values[:, self.matrix_start : self.window_start + self.shape.layer_size]
+        return part.reshape(len(part), *self.shape.matrix_shape)
+
+    @property
+    def layer_marks(self) -> Any:
+        """[num_rows, MARK_WIDTH], a view."""
+        return self.marks[:, self.index]
 
 
 def is_own_state(inputs: InputViews, seq: int, state: LayerState) -> bool:
     """Whether the row that a sequence is to go on from is its own and stands where its next token does. For references;
     of a sequence that has tokens."""
     position = int(inputs.positions[inputs.cu_seqlens[seq]])
-    epoch, reached = state.marks[inputs.state_rows[seq]].tolist()
-    return epoch == int(inputs.state_epochs[seq]) and reached == position
+    epoch, reached = state.layer_marks[inputs.state_rows[seq]].tolist()
+    return epoch != 0 and epoch == int(inputs.state_epochs[seq]) and reached == position
 
 
 def report_state(inputs: InputViews, seq: int, state: LayerState, record: np.ndarray) -> None:
     """Append a STATE fault about a row for which `is_own_state` is false."""
     row, position = int(inputs.state_rows[seq]), int(inputs.positions[inputs.cu_seqlens[seq]])
-    epoch, reached = state.marks[row].tolist()
+    epoch, reached = state.layer_marks[row].tolist()
     wanted = int(inputs.state_epochs[seq])
     differing = (wanted, epoch) if epoch != wanted else (position, reached)
     expected, found = (value & 0x7FFFFFFF for value in differing)

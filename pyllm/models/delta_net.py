@@ -20,6 +20,7 @@ from pyllm.models.config import MAX_WIDTH
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
 from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
+from pyllm.ops.columns import Columns
 from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, gated_delta_rule
 from pyllm.ops.gated_rms_norm import GATED_RMS_NORM, gated_rms_norm
 from pyllm.ops.l2_norm import L2_NORM, l2_norm
@@ -104,7 +105,7 @@ class DeltaNet:
         projected = project(
             device, batch, x, self._projections, array("delta_inputs", (num_tokens, sum(widths))), norm=norm
         )
-        mixed, gate, beta, alpha = _columns(projected, widths)
+        mixed, gate, beta, alpha = Columns.side_by_side(projected, widths)
         qkv = array("delta_qkv", (num_tokens, heads.num_channels))
         causal_conv1d(device, mixed, self._conv, batch.inputs, batch.num_seqs, state, qkv)
         l2_norm(device, qkv, 2 * heads.num_k_heads, heads.head_dim, self._eps)
@@ -116,12 +117,3 @@ class DeltaNet:
         out = array("delta_gated", (num_tokens, heads.v_size), device.activation_dtype)
         gated_rms_norm(device, rule, self._norm, self._eps, gate, out)
         return out
-
-
-def _columns(array: Any, widths: list[int]) -> list[Any]:
-    """Views of columns side by side."""
-    views, start = [], 0
-    for width in widths:
-        views.append(array[:, start : start + width])
-        start += width
-    return views

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pyllm.device import Device
-from pyllm.errors import ModelFileError
+from pyllm.errors import ModelFileError, UnsupportedError
 from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import MAX_LAYERS, TransformerConfig
@@ -29,6 +29,7 @@ from pyllm.ops.sigmoid_mul import SIGMOID_MUL, sigmoid_mul
 from pyllm.recurrent_state import RecurrentShape
 
 DEFAULT_INTERVAL = 4  # every fourth layer is attention
+MAX_KERNEL_HEAD = 256  # elements that eight threads can keep of a row of the state
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ class HybridDecoder(Decoder):
         yield TensorSpec(prefix + "attn_q_norm.weight", (c.key_length,))
         yield TensorSpec(prefix + "attn_k_norm.weight", (c.key_length,))
         yield TensorSpec(prefix + "attn_output.weight", (c.hidden_size, c.num_heads * c.value_length))
+
+    @classmethod
+    def check_kernels(cls, gguf: GGUFModel, config: TransformerConfig, device: Device) -> None:
+        super().check_kernels(gguf, config, device)
+        assert isinstance(config, HybridConfig)
+        size = config.delta.head_dim
+        if device.target is not None and (size % 32 or size > MAX_KERNEL_HEAD):
+            raise UnsupportedError(
+                f"{gguf.path}: {gguf.arch_key('ssm.state_size')} is {size}; kernels on {device.name} need multiples "
+                f"of 32 up to {MAX_KERNEL_HEAD}"
+            )
 
     @classmethod
     def check(cls, gguf: GGUFModel, config: TransformerConfig) -> None:

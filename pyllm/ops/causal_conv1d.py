@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.input_block import InputViews
-from pyllm.ops.check import check_array, check_columns, require
-from pyllm.ops.op import Op
+from pyllm.ops.check import check_array, require
+from pyllm.ops.columns import Columns, check_columns
+from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.recurrent_state import LayerState, is_own_state
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def causal_conv1d_ref(
-    x: np.ndarray, weight: np.ndarray, inputs: InputViews, num_seqs: int, state: LayerState, out: np.ndarray
+    x: Columns, weight: np.ndarray, inputs: InputViews, num_seqs: int, state: LayerState, out: np.ndarray
 ) -> None:
     num_taps = weight.shape[1]
     for seq in range(num_seqs):
@@ -27,7 +28,7 @@ def causal_conv1d_ref(
             out[start:stop] = 0
             continue
         row, count = int(inputs.state_rows[seq]), stop - start
-        history = np.concatenate([state.windows[row], x[start:stop]])
+        history = np.concatenate([state.windows[row], x.view[start:stop]])
         state.windows[row ^ 1] = history[count:]
         total = history[:count] * weight[:, 0]
         for tap in range(1, num_taps):
@@ -36,11 +37,22 @@ def causal_conv1d_ref(
             np.divide(total, 1 + np.exp(-total), out=out[start:stop])
 
 
-CAUSAL_CONV1D = Op("causal_conv1d", causal_conv1d_ref)
+def plan_causal_conv1d(
+    target: Target, x: Columns, weight: Any, inputs: InputViews, num_seqs: int, state: LayerState, out: Any
+) -> list[KernelLaunch]:
+    num_tokens, channels = out.shape
+    tables = (inputs.positions, inputs.token_seq, inputs.cu_seqlens, inputs.state_rows, inputs.state_epochs)
+    sizes = (x.start, x.row_size, channels, state.shape.row_size, state.window_start, len(state.shape.layers))
+    args = (x.array, weight, state.values, state.marks, *tables, out, *map(np.int32, (*sizes, state.index)))
+    grid = (-(-channels // 256), num_tokens)
+    return [KernelLaunch("causal_conv1d", "causal_conv1d", grid, (256,), args, {"TAPS": weight.shape[1]})]
+
+
+CAUSAL_CONV1D = Op("causal_conv1d", causal_conv1d_ref, plan_causal_conv1d)
 
 
 def causal_conv1d(
-    device: Device, x: Any, weight: Any, inputs: InputViews, num_seqs: int, state: LayerState, out: Any
+    device: Device, x: Columns, weight: Any, inputs: InputViews, num_seqs: int, state: LayerState, out: Any
 ) -> None:
     """out[t, c] = silu(sum over j of weight[c, j] * x[t - kernel_size + 1 + j, c]), within each sequence.
 
@@ -51,7 +63,7 @@ def causal_conv1d(
     `gated_delta_rule`, which comes after, makes the same check and reports it.
 
     Args:
-        x: [num_tokens, num_channels] float32, rows with any stride.
+        x: [num_tokens, num_channels] float32.
         weight: [num_channels, kernel_size] float32, the oldest tap first.
         inputs: the device's input block.
         num_seqs: sequences of the ubatch.
@@ -67,8 +79,8 @@ def causal_conv1d(
     """
     check_array("causal_conv1d", "weight", weight, (None, None), ("float32",))
     channels, num_taps = weight.shape
-    check_columns("causal_conv1d", "x", x, channels, ("float32",))
-    check_array("causal_conv1d", "out", out, (x.shape[0], channels), ("float32",))
-    window = tuple(state.windows.shape[1:])
+    check_columns("causal_conv1d", "x", x, None, channels)
+    check_array("causal_conv1d", "out", out, (x.array.shape[0], channels), ("float32",))
+    window = state.shape.window_shape
     require(window == (num_taps - 1, channels), "causal_conv1d", f"the windows are {window}, weight is {weight.shape}")
     device.launch(CAUSAL_CONV1D, x, weight, inputs, num_seqs, state, out)

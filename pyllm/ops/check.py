@@ -45,17 +45,3 @@ def _fits(found: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 def _dtype_name(dtype: Any) -> str:
     """NumPy puts the name together anew at each access, which takes longer than all the other checks."""
     return dtype.name
-
-
-def check_columns(op: str, name: str, array: Any, columns: int, dtypes: tuple[str, ...]) -> None:
-    """Check an array of rows that may be columns of a wider one: elements of a row lie side by side, rows anywhere.
-
-    Raises:
-        ShapeError: as `check_array`.
-    """
-    if len(array.shape) != 2 or array.shape[1] != columns:
-        raise ShapeError(f"{op}: {name} has shape {tuple(array.shape)}, expected (any, {columns})")
-    if _dtype_name(array.dtype) not in dtypes:
-        raise ShapeError(f"{op}: {name} is {array.dtype.name}, expected {' or '.join(dtypes)}")
-    if columns > 1 and array.strides[1] != array.itemsize:
-        raise ShapeError(f"{op}: elements of a row of {name} do not lie side by side")

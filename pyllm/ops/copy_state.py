@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.ops.check import require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -21,7 +21,19 @@ def copy_state_ref(rows: StateRows, source: int, target: int, source_epoch: int,
     rows.marks[target ^ 1] = 0
 
 
-COPY_STATE = Op("copy_state", copy_state_ref)
+def plan_copy_state(
+    target_: Target, rows: StateRows, source: int, target: int, source_epoch: int, position: int, epoch: int
+) -> list[KernelLaunch]:
+    row_size, num_layers = rows.values.shape[1], rows.marks.shape[1]
+    args = (
+        *(rows.values, rows.marks, rows.values, rows.marks),
+        *map(np.uint32, (source_epoch, position, epoch)),
+        *map(np.int32, (source, target, row_size, num_layers)),
+    )
+    return [KernelLaunch("copy_state", "copy_state", (-(-row_size // 1024),), (256,), args)]
+
+
+COPY_STATE = Op("copy_state", copy_state_ref, plan_copy_state)
 
 
 def copy_state(

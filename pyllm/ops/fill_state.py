@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.ops.check import require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -18,7 +18,13 @@ def fill_state_ref(rows: StateRows, row: int, byte: int) -> None:
     rows.values[row].view(np.uint8)[...] = byte
 
 
-FILL_STATE = Op("fill_state", fill_state_ref)
+def plan_fill_state(target: Target, rows: StateRows, row: int, byte: int) -> list[KernelLaunch]:
+    row_size = rows.values.shape[1]
+    args = (rows.values, np.int32(row), np.int32(row_size), np.int32(byte))
+    return [KernelLaunch("fill_state", "fill_state", (-(-row_size // 1024),), (256,), args)]
+
+
+FILL_STATE = Op("fill_state", fill_state_ref, plan_fill_state)
 
 
 def fill_state(device: Device, rows: StateRows, row: int, byte: int) -> None:

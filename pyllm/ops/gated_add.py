@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -19,7 +19,14 @@ def gated_add_ref(h: np.ndarray, weight: np.ndarray, x: np.ndarray, out: np.ndar
         out += x / (1 + np.exp(-logits))[:, None]
 
 
-GATED_ADD = Op("gated_add", gated_add_ref)
+def plan_gated_add(target: Target, h: Any, weight: Any, x: Any, out: Any) -> list[KernelLaunch]:
+    num_tokens, columns = out.shape
+    defines = {"H_F16": int(h.dtype == np.float16), "X_F16": int(x.dtype == np.float16)}
+    args = (h, weight, x, out, np.int32(h.shape[1]), np.int32(columns))
+    return [KernelLaunch("gated_add", "gated_add", (num_tokens,), (256,), args, defines)]
+
+
+GATED_ADD = Op("gated_add", gated_add_ref, plan_gated_add)
 
 
 def gated_add(device: Device, h: Any, weight: Any, x: Any, out: Any) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 
 from pyllm import faults
 from pyllm.input_block import InputViews
-from pyllm.ops.check import check_array, check_columns, require
-from pyllm.ops.op import Op
+from pyllm.ops.check import check_array, require
+from pyllm.ops.columns import Columns, check_columns
+from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.recurrent_state import LayerState, is_own_state, report_state
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens that the reference takes at once
 FEW = 8  # tokens of a sequence up to which one after the other is the faster form
+ROWS_OF_BLOCK = 16  # rows of a matrix that a block of the kernel has, 8 threads for each
 LINEAR_FROM = 20.0  # softplus(x) is x from here on in float32
 
 
@@ -61,8 +63,8 @@ class DeltaHeads:
 
 def gated_delta_rule_ref(
     qkv: np.ndarray,
-    beta: np.ndarray,
-    alpha: np.ndarray,
+    beta: Columns,
+    alpha: Columns,
     decay: np.ndarray,
     dt_bias: np.ndarray,
     heads: DeltaHeads,
@@ -79,17 +81,17 @@ def gated_delta_rule_ref(
         row = int(inputs.state_rows[seq])
         if not is_own_state(inputs, seq, state):
             report_state(inputs, seq, state, record)
-            state.marks[row ^ 1] = 0
+            state.layer_marks[row ^ 1] = 0
             out[start:stop] = 0
             continue
         q, k, v = _split_heads(qkv[start:stop], heads)
-        rate, log_decay = _gates(beta[start:stop], alpha[start:stop], decay, dt_bias)
+        rate, log_decay = _gates(beta.view[start:stop], alpha.view[start:stop], decay, dt_bias)
         matrices = state.matrices[row ^ 1]
         matrices[...] = state.matrices[row]
         form = by_token if stop - start <= FEW else by_chunks
         found = form(q, k, v, rate, log_decay, matrices)
         out[start:stop] = found.transpose(1, 0, 2).reshape(stop - start, -1)
-        state.marks[row ^ 1] = inputs.state_epochs[seq], inputs.positions[stop - 1] + 1
+        state.layer_marks[row ^ 1] = inputs.state_epochs[seq], inputs.positions[stop - 1] + 1
 
 
 def _split_heads(qkv: np.ndarray, heads: DeltaHeads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -183,14 +185,42 @@ def _unit_lower_inverse(strict: np.ndarray) -> np.ndarray:
     return inverse
 
 
-GATED_DELTA_RULE = Op("gated_delta_rule", gated_delta_rule_ref)
+def plan_gated_delta_rule(
+    target: Target,
+    qkv: Any,
+    beta: Columns,
+    alpha: Columns,
+    decay: Any,
+    dt_bias: Any,
+    heads: DeltaHeads,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    record: Any,
+    out: Any,
+) -> list[KernelLaunch]:
+    dim = heads.head_dim
+    require(dim % 32 == 0, "gated_delta_rule", f"heads of {dim}; the kernel needs a multiple of 32")
+    tables = (inputs.positions, inputs.cu_seqlens, inputs.seq_ids, inputs.state_rows, inputs.state_epochs)
+    columns = (beta.start, beta.row_size, alpha.start, alpha.row_size)
+    sizes = (state.shape.row_size, state.matrix_start, len(state.shape.layers), state.index, state.layer)
+    args = (
+        *(qkv, beta.array, alpha.array, decay, dt_bias, state.values, state.marks, *tables, record, out),
+        *map(np.int32, (*columns, heads.num_k_heads, heads.num_v_heads, *sizes)),
+    )
+    defines = {"HEAD_DIM": dim, "TILED": int(heads.tiled)}
+    grid = (dim // ROWS_OF_BLOCK, heads.num_v_heads, num_seqs)
+    return [KernelLaunch("gated_delta_rule", "gated_delta_rule", grid, (8 * ROWS_OF_BLOCK,), args, defines)]
+
+
+GATED_DELTA_RULE = Op("gated_delta_rule", gated_delta_rule_ref, plan_gated_delta_rule)
 
 
 def gated_delta_rule(
     device: Device,
     qkv: Any,
-    beta: Any,
-    alpha: Any,
+    beta: Columns,
+    alpha: Columns,
     decay: Any,
     dt_bias: Any,
     heads: DeltaHeads,
@@ -213,7 +243,7 @@ def gated_delta_rule(
 
     Args:
         qkv: [num_tokens, heads.num_channels] float32: queries, keys (both of length 1), values.
-        beta, alpha: [num_tokens, num_v_heads] float32, rows with any stride.
+        beta, alpha: [num_tokens, num_v_heads] float32.
         decay: [num_v_heads] float32, negative.
         dt_bias: [num_v_heads] float32.
         heads: how heads lie in a row.
@@ -233,13 +263,12 @@ def gated_delta_rule(
     op, num_tokens = "gated_delta_rule", qkv.shape[0]
     require(heads.num_v_heads % heads.num_k_heads == 0, op, f"{heads.num_v_heads} value, {heads.num_k_heads} key heads")
     check_array(op, "qkv", qkv, (None, heads.num_channels), ("float32",))
-    for name, array in (("beta", beta), ("alpha", alpha)):
-        check_columns(op, name, array, heads.num_v_heads, ("float32",))
-        require(array.shape[0] == num_tokens, op, f"{name} has {array.shape[0]} rows, qkv {num_tokens}")
+    for name, columns in (("beta", beta), ("alpha", alpha)):
+        check_columns(op, name, columns, num_tokens, heads.num_v_heads)
     for name, array in (("decay", decay), ("dt_bias", dt_bias)):
         check_array(op, name, array, (heads.num_v_heads,), ("float32",))
     check_array(op, "out", out, (num_tokens, heads.v_size), ("float32",))
     check_array(op, "record", record, faults.record_shape(), ("int32",))
-    wanted = (heads.num_v_heads, heads.head_dim, heads.head_dim)
-    require(tuple(state.matrices.shape[1:]) == wanted, op, f"the matrices are {state.matrices.shape[1:]}, not {wanted}")
+    wanted, found = (heads.num_v_heads, heads.head_dim, heads.head_dim), state.shape.matrix_shape
+    require(found == wanted, op, f"the matrices are {found}, not {wanted}")
     device.launch(GATED_DELTA_RULE, qkv, beta, alpha, decay, dt_bias, heads, inputs, num_seqs, state, record, out)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllm.ops.check import check_columns, require
-from pyllm.ops.op import Op
+from pyllm.ops.check import check_array, require
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -20,14 +20,21 @@ def l2_norm_ref(x: np.ndarray, num_heads: int, head_dim: int, eps: float) -> Non
     x[:, : num_heads * head_dim] = (heads * scale[..., None]).reshape(len(x), -1)
 
 
-L2_NORM = Op("l2_norm", l2_norm_ref)
+def plan_l2_norm(target: Target, x: Any, num_heads: int, head_dim: int, eps: float) -> list[KernelLaunch]:
+    num_tokens, row_size = x.shape
+    args = (x, np.float32(eps), *map(np.int32, (num_tokens * num_heads, num_heads, head_dim, row_size)))
+    blocks = -(-num_tokens * num_heads // (256 // target.warp_size))
+    return [KernelLaunch("l2_norm", "l2_norm", (blocks,), (256,), args)]
+
+
+L2_NORM = Op("l2_norm", l2_norm_ref, plan_l2_norm)
 
 
 def l2_norm(device: Device, x: Any, num_heads: int, head_dim: int, eps: float) -> None:
     """x / sqrt(sum(x²) + eps) for each of the first num_heads heads of a row, in place; columns after them stay.
 
     Args:
-        x: [num_tokens, columns] float32, rows with any stride, changed.
+        x: [num_tokens, columns] float32, changed.
         num_heads, head_dim: columns h * head_dim to (h + 1) * head_dim - 1 are head h.
         eps: inside the square root, so that a head of zeros stays one.
 
@@ -38,6 +45,6 @@ def l2_norm(device: Device, x: Any, num_heads: int, head_dim: int, eps: float) -
 
     Source: Yang et al. 2024, arXiv:2412.06464: queries and keys of the gated delta rule.
     """
-    check_columns("l2_norm", "x", x, x.shape[-1], ("float32",))
+    check_array("l2_norm", "x", x, (None, None), ("float32",))
     require(num_heads * head_dim <= x.shape[1], "l2_norm", f"{num_heads} heads of {head_dim}, {x.shape[1]} columns")
     device.launch(L2_NORM, x, num_heads, head_dim, float(eps))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.check import check_array, require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -23,7 +23,19 @@ def load_state_ref(
     rows.marks[row ^ 1] = 0
 
 
-LOAD_STATE = Op("load_state", load_state_ref)
+def plan_load_state(
+    target: Target, values: Any, marks: Any, source_epoch: int, position: int, rows: StateRows, row: int, epoch: int
+) -> list[KernelLaunch]:
+    row_size, num_layers = rows.values.shape[1], rows.marks.shape[1]
+    args = (
+        *(values, marks, rows.values, rows.marks),
+        *map(np.uint32, (source_epoch, position, epoch)),
+        *map(np.int32, (0, row, row_size, num_layers)),
+    )
+    return [KernelLaunch("copy_state", "copy_state", (-(-row_size // 1024),), (256,), args)]
+
+
+LOAD_STATE = Op("load_state", load_state_ref, plan_load_state)
 
 
 def load_state(

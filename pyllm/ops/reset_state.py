@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllm.ops.check import require
-from pyllm.ops.op import Op
+from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
     from pyllm.device import Device
@@ -20,7 +20,14 @@ def reset_state_ref(rows: StateRows, row: int, epoch: int) -> None:
     rows.marks[row ^ 1] = 0
 
 
-RESET_STATE = Op("reset_state", reset_state_ref)
+def plan_reset_state(target: Target, rows: StateRows, row: int, epoch: int) -> list[KernelLaunch]:
+    _, row_size = rows.values.shape
+    sizes = (row, row_size, rows.marks.shape[1])
+    args = (rows.values, rows.marks, np.uint32(epoch), *map(np.int32, sizes))
+    return [KernelLaunch("reset_state", "reset_state", (-(-row_size // 1024),), (256,), args)]
+
+
+RESET_STATE = Op("reset_state", reset_state_ref, plan_reset_state)
 
 
 def reset_state(device: Device, rows: StateRows, row: int, epoch: int) -> None:

@@ -1,4 +1,4 @@
-// K/V rows in their storage type, and the fault record.
+// K/V rows in their storage type.
 //
 // Defines   KV_TYPE: 0 float32, 1 float16, 2 bfloat16 (as u16), 3 q8_0, 4 q4_0 (as bytes)
 //
@@ -8,12 +8,7 @@
 //   q4_0   code byte 16 b + i: elements 32 b + i (low four bits) and 32 b + 16 + i, each plus 8
 // Rows begin at multiples of 16 bytes. Functions take a row's first byte, its number of elements, and an element.
 #pragma once
-#include "common/platform.cuh"
-
-#define KIND_ROW_ID 2
-#define KIND_TAG 3
-#define FAULT_CAPACITY 127
-#define FAULT_WIDTH 8
+#include "common/faults.cuh"
 
 #define KV_BLOCK 32       // elements of a block of a quantised type
 #define KV_SMALLEST 1e-30f  // scales below count as 0, on every device alike
@@ -169,20 +164,4 @@ DEVICE void kv_store32(kv_t* RESTRICT row, i32 width, i32 element, const float* 
 #pragma unroll
     for (int i = 0; i < KV_BLOCK; i++) row[element + i] = kv_store(values[i]);
 #endif
-}
-
-// Append an entry to the fault record; beyond its capacity only the count goes on.
-DEVICE void report_fault(i32* record, i32 kind, i32 seq_id, i32 layer, i32 page, i32 row, i32 position, u32 expected,
-                         u32 found) {
-    const i32 index = atomic_add(record, 1);
-    if (index >= FAULT_CAPACITY) return;
-    i32* entry = record + (1 + index) * FAULT_WIDTH;
-    entry[0] = kind;
-    entry[1] = seq_id;
-    entry[2] = layer;
-    entry[3] = page;
-    entry[4] = row;
-    entry[5] = position;
-    entry[6] = static_cast<i32>(expected);
-    entry[7] = static_cast<i32>(found);
 }

@@ -19,7 +19,14 @@ OTHERS = {
     "gemma3-a": "gemma3-a-f16",
     "gemma3-b-ropelinear": "gemma3-b-ropelinear-f32",
     "qwen3moe-a": "qwen3moe-a-f16",
+    "qwen35-a": "qwen35-a-f16",
+    "qwen35-b-real": "qwen35-b-real-bf16",
+    "qwen35moe-a": "qwen35moe-a-f16",
+    "qwen35moe-b-mtp": "qwen35moe-b-mtp-bf16",
+    "qwen3next-a": "qwen3next-a-f16",
+    "qwen3next-b-eqheads": "qwen3next-b-eqheads-bf16",
 }
+SLOW = ("qwen35-a", "qwen35-b-real", "qwen35moe-a", "qwen35moe-b-mtp", "qwen3next-a")
 QUANTS = tuple(sorted(path.stem.removeprefix("llama-q-") for path in quant_path("").parent.glob("llama-q-*.gguf")))
 QUANTS_EVERYWHERE = ("Q2_K", "Q3_K", "Q4_K_M-mix")  # emulation is slow: the others with one kind of tiles
 MARGIN = 0.1  # of float16 matrix products
@@ -53,6 +60,8 @@ def test_models(device: Device, name: str, ubatch_size: int) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures(device: Device, name: str) -> None:
+    if device.name == "emulated" and device.target.tiles != "mma" and name in SLOW:
+        pytest.skip("emulated with one kind of tiles only")
     ref = reference(name)
     with open_engine(model_path(OTHERS[name]), device, kv_type="f16", ubatch_size=64) as llm:
         for prompt in prompts_for(device)[: 1 if device.name == "emulated" else 3]:

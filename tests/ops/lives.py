@@ -67,4 +67,4 @@ def check_against_float64(found: np.ndarray, exact: np.ndarray, plain: np.ndarra
     """The error is at most twice that of a plain float32 computation, plus a floor relative to the largest value."""
     assert not np.isnan(found).any(), "an element was not written"
     limit = 2 * np.abs(plain - exact).max() + floor * max(1.0, float(np.abs(exact).max()))
-    assert np.abs(found - exact).max() <= limit
+    assert np.abs(found - exact).max() <= limit, (np.abs(found - exact).max(), limit)

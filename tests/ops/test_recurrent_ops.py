@@ -13,6 +13,7 @@ from pyllm.errors import ShapeError
 from pyllm.faults import FaultKind
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.ops.causal_conv1d import causal_conv1d
+from pyllm.ops.columns import Columns
 from pyllm.ops.gated_add import gated_add
 from pyllm.ops.gated_delta_rule import DeltaHeads, by_chunks, by_token, gated_delta_rule
 from pyllm.ops.gated_rms_norm import gated_rms_norm
@@ -33,11 +34,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def wider(device: Device, array: np.ndarray) -> Any:
-    """A device array as columns of a wider one."""
+def wider(device: Device, array: np.ndarray) -> Columns:
+    """An array as columns of a wider one."""
     padded = np.full((array.shape[0], array.shape[1] + 12), np.nan, array.dtype)
     padded[:, 4 : 4 + array.shape[1]] = array
-    return on_device(device, padded)[:, 4 : 4 + array.shape[1]]
+    return Columns(on_device(device, padded), 4, array.shape[1])
 
 
 class Sequences:
@@ -58,6 +59,7 @@ class Sequences:
         fields = {
             "positions": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, self.counts, strict=True)]),
             "cu_seqlens": np.cumsum([0, *self.counts]),
+            "token_seq": np.repeat(np.arange(len(self.counts)), self.counts),
             "seq_ids": 10 + np.arange(len(self.counts)),
             "state_rows": [state.row for state in self.states],
             "state_epochs": [state.epoch for state in self.states],
@@ -119,7 +121,7 @@ def mark_written(sequences: Sequences) -> None:
 
 
 HEADS = [
-    DeltaHeads(1, 1, 16, True),
+    DeltaHeads(1, 1, 32, True),
     DeltaHeads(2, 4, 32, True),
     DeltaHeads(2, 6, 32, False),
     DeltaHeads(1, 2, 128, True),
@@ -297,7 +299,7 @@ def test_sigmoid_mul(device: Device, size: int) -> None:
     gate, x = 4 * random((3, size), 1), random((3, size), 2)
     gate[0, 0] = -200
     on = on_device(device, x)
-    sigmoid_mul(device, wider(device, gate), on, on)
+    sigmoid_mul(device, on_device(device, gate), on, on)
     with np.errstate(over="ignore"):
         exact, plain = x * sigmoid(gate.astype(np.float64)), x * sigmoid(gate)
     check_against_float64(device.download(on), exact, plain)
@@ -318,14 +320,17 @@ def test_arguments_that_do_not_fit_are_refused(device: Device) -> None:
     with pytest.raises(ShapeError, match="l2_norm: 3 heads of 4, 8 columns"):
         l2_norm(device, x, 3, 4, 1e-6)
     with pytest.raises(ShapeError, match="gate has shape"):
-        sigmoid_mul(device, x[:, :4], x, x)
-    with pytest.raises(ShapeError, match="side by side"):
-        sigmoid_mul(device, on_device(device, random((2, 16)))[:, ::2], x, x)
+        sigmoid_mul(device, on_device(device, random((2, 4))), x, x)
+    whole = Columns(x, 0, 8)
     with pytest.raises(ShapeError, match="no heads of 3"):
-        gated_rms_norm(device, x, on_device(device, random((3,))), 1e-6, x, x)
+        gated_rms_norm(device, x, on_device(device, random((3,))), 1e-6, whole, x)
+    with pytest.raises(ShapeError, match="gate has 7 columns, expected 8"):
+        gated_rms_norm(device, x, on_device(device, random((4,))), 1e-6, Columns(x, 0, 7), x)
+    with pytest.raises(ShapeError, match="gate lies outside its array of 8 columns"):
+        gated_rms_norm(device, x, on_device(device, random((4,))), 1e-6, Columns(x, 1, 8), x)
     sequences = Sequences(device, RecurrentShape((0,), 4, 8, 1, 8), [2])
     with pytest.raises(ShapeError, match="the windows are"):
         weight = on_device(device, random((8, 3)))
         causal_conv1d(
-            device, x, weight, sequences.inputs(), 1, sequences.cache.layers[0], on_device(device, random((2, 8)))
+            device, whole, weight, sequences.inputs(), 1, sequences.cache.layers[0], on_device(device, random((2, 8)))
         )
