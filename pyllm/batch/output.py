@@ -16,16 +16,17 @@ from pyllm.errors import PyllmError
 class Output:
     """Open for appending, and held against other processes until it is closed or the process ends, however that is.
 
-    A last line without its end, left by a process that was killed or a disk that was full, is cut off.
+    A last line without its end, left by a process that was killed or a disk that was full, counts for nothing. Nothing
+    in the file is changed before `prepare`.
 
     Args:
         path: made when it is not there.
-        overwrite: forget what it holds.
+        overwrite: what it holds counts for nothing.
 
     Attributes:
         done: ids by line, as text, of the records that it holds; None for a line whose id could not be used.
         num_failed: how many of them are errors.
-        num_cut: bytes that were cut off.
+        num_cut: bytes of a last line without its end.
 
     Raises:
         PyllmError: it cannot be written, is in use, or holds something else than records.
@@ -36,17 +37,14 @@ class Output:
         self.done: dict[int, str | None] = {}
         self.num_failed = 0
         self.num_cut = 0
+        self._is_prepared = False
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise PyllmError(f"{path} cannot be written: {error.strerror}; check the path of -o") from None
         try:
             self._lock()
-            if overwrite:
-                os.ftruncate(self._file, 0)
-            self._size = self._read()
-            os.ftruncate(self._file, self._size)
-            os.lseek(self._file, self._size, os.SEEK_SET)
+            self._size = 0 if overwrite else self._read()
         except BaseException:
             os.close(self._file)
             raise
@@ -89,12 +87,19 @@ class Output:
         self.done[source] = None if identifier is None else str(identifier)
         self.num_failed += failed
 
+    def prepare(self) -> None:
+        """Cut off what counts for nothing."""
+        os.ftruncate(self._file, self._size)
+        os.lseek(self._file, self._size, os.SEEK_SET)
+        self._is_prepared = True
+
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; it is the system's when this returns.
+        """Write one record behind the others, once `prepare` was called; it is the system's when this returns.
 
         Raises:
             PyllmError: it cannot be written; nothing of it is left in the file.
         """
+        assert self._is_prepared
         data = json.dumps(record, separators=(", ", ": "), allow_nan=False).encode() + b"\n"  # ASCII
         rest = memoryview(data)
         try:

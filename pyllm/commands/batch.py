@@ -201,6 +201,7 @@ def _agreed(
                 f"{options.input} is not what {output.path} was begun with: lines that were there have changed; choose "
                 "another -o, or --overwrite"
             )
+    output.prepare()  # first: if the program ends here, an empty output asks for no settings
     write_settings(output.path, {**now, "input": source.fingerprint()})
     return params
 

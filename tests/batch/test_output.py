@@ -21,6 +21,7 @@ def simple(line: int, identifier: Any = "a", error: Any = None) -> dict[str, Any
 def test_records_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with Output(path) as output:
+        output.prepare()
         output.append(simple(1))
         output.append(simple(2, None, {"code": "x"}))
         output.append({"id": "batch_req_3", "custom_id": "ü\u2028", "line": 3, "error": None})
@@ -29,7 +30,8 @@ def test_records_are_found_again(tmp_path: Path) -> None:
     with Output(path) as output:
         assert output.done == {1: "a", 2: None, 3: "ü\u2028"} and output.num_failed == 1 and not output.num_cut
     with Output(path, overwrite=True) as output:
-        assert not output.done
+        assert not output.done and path.read_bytes()
+        output.prepare()
     assert path.read_bytes() == b""
 
 
@@ -40,6 +42,8 @@ def test_a_cut_last_line_is_taken_off_wherever_it_was_cut(tmp_path: Path) -> Non
         path.write_bytes(first + last[:kept])
         with Output(path) as output:
             assert output.done == {1: "a"} and output.num_cut == kept
+            assert path.read_bytes() == first + last[:kept]
+            output.prepare()
             output.append(simple(2, "b"))
         assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", "b"]
 
@@ -76,6 +80,7 @@ def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "out.jsonl"
     real = os.write
     with Output(path) as output:
+        output.prepare()
         output.append(simple(1))
 
         def full(file: int, data: memoryview) -> int:

@@ -13,7 +13,7 @@ import pytest
 from pyllm.batch.input import Entry, open_source
 from pyllm.batch.lines import LineReader
 from pyllm.batch.output import Output
-from pyllm.batch.runner import Feed, Runner
+from pyllm.batch.runner import Feed, Runner, Tally
 from pyllm.errors import DeviceError, PyllmError, TemplateError
 from pyllm.sampling import SamplingParams
 from tests.batch.stub import StubLLM
@@ -31,6 +31,7 @@ class Batch:
     def run(self, parallel: int = 4, engine: StubLLM | None = None) -> Runner:
         engine = engine or StubLLM(n_seqs=parallel)
         with Output(self.out) as output:
+            output.prepare()
             runner = Runner(engine, LineReader(PARAMS), output, parallel, "stub")
             runner.run(Feed(open_source(str(self.input)).entries()))
         assert not engine.open
@@ -200,10 +201,14 @@ def test_what_concerns_all_lines_stops_the_batch_and_keeps_records(tmp_path: Pat
 def test_stopping_keeps_what_is_complete(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [{"prompt": "word " * (number + 1)} for number in range(20)])
     engine = StubLLM(n_seqs=2)
+
+    def stop_after_some(tally: Tally) -> None:
+        if tally.finished > 4:
+            runner.stop()
+
     with Output(batch.out) as output:
-        runner = Runner(
-            engine, LineReader(PARAMS), output, 2, "stub", lambda tally: tally.finished > 4 and runner.stop()
-        )
+        output.prepare()
+        runner = Runner(engine, LineReader(PARAMS), output, 2, "stub", stop_after_some)
         assert runner.run(Feed(open_source(str(batch.input)).entries())) is False
     assert not engine.open and 4 < len(batch.records) < 20
     batch.run()
@@ -219,10 +224,13 @@ def test_a_pipe_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert answered.wait(30)
         yield Entry(2, {"prompt": "second"})
 
+    def tell(tally: Tally) -> None:
+        if tally.finished:
+            answered.set()
+
     with Output(tmp_path / "out.jsonl") as output:
-        runner = Runner(
-            StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub", lambda t: t.finished and answered.set()
-        )
+        output.prepare()
+        runner = Runner(StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub", tell)
         assert runner.run(Feed(entries(), from_pipe=True))
     assert runner.tally.finished == 2
 
@@ -233,6 +241,7 @@ def test_a_pipe_that_breaks_stops_the_batch(tmp_path: Path) -> None:
         raise PyllmError("it cannot be read")
 
     with Output(tmp_path / "out.jsonl") as output:
+        output.prepare()
         runner = Runner(StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub")
         with pytest.raises(PyllmError, match="cannot be read"):
             runner.run(Feed(entries(), from_pipe=True))
