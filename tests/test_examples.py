@@ -13,10 +13,12 @@ from tests.refdata import model_path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LLAMA = model_path("llama-a-f32")
+SHORT = ["--document", "200", "--ubatch", "16", "--slow", "0.02", "--chat-tokens", "10", "--tokens", "4", "--idle", "0"]
 RUNS = {
     "chat.py": ([LLAMA], "Hello\nAnd then?\n\n"),
     "generate.py": ([LLAMA, "Once upon a time"], ""),
     "kernel_test.py": ([], ""),
+    "kv_contamination.py": ([LLAMA, *SHORT], ""),
 }
 
 
@@ -43,6 +45,17 @@ def test_the_kernel_example_runs_emulated() -> None:
         [sys.executable, EXAMPLES / "kernel_test.py"], capture_output=True, encoding="utf-8", timeout=120, check=True
     )
     assert [line.split(",")[0] for line in shown.stdout.splitlines()][:9:3] == list(EMULATED)
+
+
+@pytest.mark.parametrize("inputs", ["copy", "zero-copy"])
+def test_the_fault_shows_and_is_caught(inputs: str) -> None:
+    arguments = [sys.executable, EXAMPLES / "kv_contamination.py", LLAMA, *SHORT, "--inputs", inputs]
+    shown = subprocess.run(arguments, capture_output=True, encoding="utf-8", timeout=120, check=True).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:]]
+    guarded, dropped, caught = ({"misplaced": int(row[2]), "stale": int(row[3]), "faults": int(row[4])} for row in rows)
+    assert guarded == {"misplaced": 0, "stale": 0, "faults": 0} and rows[0][5] == "0"
+    assert dropped["misplaced"] > 0 and dropped["stale"] > 0 and float(rows[1][5]) > 0
+    assert caught["stale"] == 0 and caught["faults"] > 0 and rows[2][6] == "none: StaleKVError"
 
 
 @pytest.mark.demo_model
