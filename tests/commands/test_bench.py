@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 
 from pyllm.bench import accuracy, session
 from pyllm.bench.engine import EngineUnderTest
-from pyllm.commands import main
+from pyllm.commands import main, options
 from pyllm.device import Device
 from pyllm.errors import DeviceError
 from pyllm.llm import LLM, EngineOptions
@@ -120,9 +121,14 @@ def test_options_reach_the_engine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LLM, "with_options", spy)
     arguments = ("-p", 8, "-n", 2, "-r", 1, "-ub", 16, "-b", 32, "--kv-type", "q8_0", "--inflight", 3, "-c", 300)
     assert bench(tiny, *arguments, "--device", "cpu").exit_code == 0
-    (options,) = opened
-    assert (options.ubatch_size, options.batch_size, options.kv_type, options.inflight) == (16, 32, "q8_0", 3)
-    assert options.ctx_size == 300
+    (found,) = opened
+    assert (found.ubatch_size, found.batch_size, found.kv_type, found.inflight) == (16, 32, "q8_0", 3)
+    assert found.ctx_size == 300
+
+
+def test_every_option_of_the_engine_is_known_to_the_session() -> None:
+    names = {field.name for field in fields(options.EngineOptions)}
+    assert names - {"device", "no_graphs"} <= {field.name for field in fields(EngineOptions)}
 
 
 def test_a_missing_model() -> None:
