@@ -24,9 +24,7 @@ def gated_rms_norm_ref(x: np.ndarray, weight: np.ndarray, eps: float, gate: Colu
     np.multiply(normed.reshape(x.shape), silu, out=out, casting="same_kind")
 
 
-def plan_gated_rms_norm(
-    target: Target, x: Any, weight: Any, eps: float, gate: Columns, out: Any
-) -> list[KernelLaunch]:
+def plan_gated_rms_norm(target: Target, x: Any, weight: Any, eps: float, gate: Columns, out: Any) -> list[KernelLaunch]:
     num_tokens, size = x.shape
     head_dim = weight.shape[0]
     num_heads = size // head_dim

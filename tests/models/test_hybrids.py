@@ -311,3 +311,19 @@ def test_memory_per_sequence_is_told_and_is_what_is_taken() -> None:
         assert sizes["recurrent_state"] == 2 * layers * 4 * (channels + matrices + 2)
     rows, state = size_text(sizes["kv_rows"]), size_text(sizes["recurrent_state"])
     assert f"Memory per sequence: {rows} of K/V rows for 128 tokens and {state} of recurrent state\n" in shown
+
+
+def test_nothing_of_a_conversation_reaches_the_next() -> None:
+    """Rounds of a prompt with a word of its own and an unrelated one in several ubatches: as in a fresh process."""
+    rng = np.random.default_rng(3)
+    unrelated = IDS[:50]
+    with open_engine(model_path(MODELS[SMALL]), ctx_size=128, ubatch_size=16, n_seqs=2) as llm:
+        expected, answer = llm.logits(unrelated), tokens(llm.generate(unrelated, greedy(8)))
+    with open_engine(model_path(MODELS[SMALL]), ctx_size=128, ubatch_size=16, n_seqs=2) as llm:
+        for _ in range(30):
+            stream = llm.generate(rng.integers(0, 512, rng.integers(5, 60)).tolist(), greedy(20))
+            for _ in range(int(rng.integers(1, 20))):  # some are given up half-way
+                next(stream)
+            stream.close()
+            assert (llm.logits(unrelated) == expected).all()
+            assert tokens(llm.generate(unrelated, greedy(8))) == answer
