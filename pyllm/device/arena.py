@@ -97,9 +97,9 @@ class Arena:
         """Whether an array begins with a block that is out."""
         return self._address(array) in self._out
 
-    def contains(self, array: Any) -> bool:
-        """Whether an array lies in a block that is out. Only with checks (PYLLM_CHECK)."""
-        return self._book is not None and self._book.contains(self._address(array), array.nbytes)
+    def contains(self, start: int, num_bytes: int) -> bool:
+        """Whether bytes from an address on lie in a block that is out. Only with checks (PYLLM_CHECK)."""
+        return self._book is not None and self._book.contains(start, num_bytes)
 
     def clear(self) -> None:
         """Forget every block, for good. Only when no queued work is left."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from pyllm.device.arena import Arena
     from pyllm.device.base import Event
@@ -64,7 +66,8 @@ class LaunchCheck:
 
     def _check(self, arrays: list[tuple[str, Any]]) -> None:
         for name, array in arrays:
-            if array.nbytes and not any(arena.contains(array) for arena in self._arenas):
+            start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr  # CuPy's, on a GPU
+            if array.nbytes and not any(arena.contains(start, array.nbytes) for arena in self._arenas):
                 raise AssertionError(f"{name} uses memory that was given back, or is not the device's")
 
 
