@@ -333,7 +333,7 @@ class Executor:
             return {0: block}
         views = {}
         for slot in self._ring.slots:
-            mapped = self.layout.views(slot.mapped)
+            mapped = slot.mapped()
             views[slot.number] = replace(block, **{name: getattr(mapped, name) for name in IN_PLACE})
         return views
 

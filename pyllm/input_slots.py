@@ -16,24 +16,22 @@ class InputSlot:
 
     Attributes:
         bytes: [layout.num_bytes] uint8, what the device copies; read-only for the host.
-        mapped: the same memory for launches that read it in place.
         number: of the slot in its ring, from 1 on.
     """
 
     def __init__(self, device: Device, layout: InputLayout, number: int) -> None:
         self._pinned = device.pinned(layout.num_bytes)
         self._pinned.writable()[:] = 0
-        self.mapped = device.mapped(self._pinned)
         self.number = number
+        self._device = device
         self._layout = layout
-        self._checks = device.checks
         self._views: InputViews | None = None
         self._read_event: Event | None = None
         self._in_use = False
         self.bytes = self._pinned.array
 
     def open(self) -> InputViews:
-        if self._checks and self._in_use:
+        if self._device.checks and self._in_use:
             assert self._read_event is not None, "an input slot is written whose submission broke off"
             assert_done(self._read_event, "an input slot is written")
         self._views = self._layout.views(self._pinned.writable())
@@ -46,6 +44,10 @@ class InputSlot:
             for view in vars(self._views).values():
                 view.flags.writeable = False
 
+    def mapped(self) -> InputViews:
+        """Views for launches that read the slot in place."""
+        return self._layout.views(self._device.mapped(self._pinned))
+
     def forge(self) -> InputViews:
         """Test hook: writable views, whatever the device does with the slot. On a GPU, hold the stream with a gate."""
         return self._layout.views(self._pinned.memory)
@@ -55,11 +57,11 @@ class InputSlot:
         self._read_event = event
         self._pinned.used_until(event)
 
-    def wait_until_read(self, device: Device) -> None:
+    def wait_until_read(self) -> None:
         if not self._in_use:
             return
         if self._read_event is None:
-            device.synchronize()  # a submission broke off before its event was recorded: nothing less is safe
+            self._device.synchronize()  # a submission broke off before its event was recorded: nothing less is safe
         else:
             self._read_event.synchronize()
         self._read_event, self._in_use = None, False
@@ -75,7 +77,6 @@ class InputRing:
     """
 
     def __init__(self, device: Device, layout: InputLayout, depth: int, wait: bool = True) -> None:
-        self._device = device
         self._slots = [InputSlot(device, layout, 1 + index) for index in range(depth)]
         self._next = 0
         self._wait = wait
@@ -88,6 +89,6 @@ class InputRing:
         """The next slot and writable views of it, once the device has read its former content."""
         slot = self._slots[self._next]
         if self._wait:
-            slot.wait_until_read(self._device)
+            slot.wait_until_read()
         self._next = (self._next + 1) % len(self._slots)
         return slot, slot.open()
