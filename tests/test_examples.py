@@ -12,12 +12,15 @@ from pyllm.kernel_check import EMULATED
 from tests.refdata import model_path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTES = Path(__file__).parent / "data" / "notes"
 LLAMA = model_path("llama-a-f32")
 SHORT = ["--document", "200", "--ubatch", "16", "--slow", "0.02", "--chat-tokens", "10", "--tokens", "4", "--idle", "0"]
 RUNS = {
     "chat.py": ([LLAMA], "Hello\nAnd then?\n\n"),
     "generate.py": ([LLAMA, "Once upon a time"], ""),
     "kernel_test.py": ([], ""),
+    "resumable_job.py": ([LLAMA], ""),
+    "summarise_folder.py": ([LLAMA, NOTES], ""),
     "kv_contamination.py": ([LLAMA, *SHORT], ""),
 }
 
@@ -27,11 +30,12 @@ def test_all_examples_are_listed() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_example(name: str) -> None:
+def test_example(name: str, tmp_path: Path) -> None:
     arguments, typed = RUNS[name]
     result = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         input=typed,
+        cwd=tmp_path,
         capture_output=True,
         encoding="utf-8",
         timeout=120,
@@ -56,6 +60,32 @@ def test_the_fault_shows_and_is_caught(inputs: str) -> None:
     assert guarded == {"misplaced": 0, "stale": 0, "faults": 0} and rows[0][5] == "0"
     assert dropped["misplaced"] > 0 and dropped["stale"] > 0 and float(rows[1][5]) > 0
     assert caught["stale"] == 0 and caught["faults"] > 0 and rows[2][6] == "none: StaleKVError"
+
+
+def test_the_job_is_resumed(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, EXAMPLES / "resumable_job.py", LLAMA, tmp_path],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=True,
+    ).stdout.splitlines()
+    answers = [line.partition(" ")[0] for line in shown if "x" in line.partition(" ")[0]]
+    assert sorted(answers) == [f"{a}x{b}" for a in range(2, 6) for b in range(2, 6)]
+    assert shown[0] == "start: 0 of 16 lines" and "end: 16 of 16 lines" in shown
+
+
+def test_the_folder_is_summarised(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for _ in range(2):  # the second time, all is there
+        shown = subprocess.run(
+            [sys.executable, EXAMPLES / "summarise_folder.py", LLAMA, NOTES, out],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=120,
+            check=True,
+        ).stdout
+        assert [line.partition(":")[0] for line in shown.splitlines()] == ["bakery.txt", "trains.txt"]
 
 
 @pytest.mark.demo_model
