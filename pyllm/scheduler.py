@@ -398,9 +398,8 @@ class Scheduler:
             assert kv is not None
             in_step = any(kv is segment.seq for segment in entry.step.segments)
             if kv.seq_id in seq_ids or pages & set(kv.pages) or (whole_step and in_step):
-                own = next((fault for fault in found if fault.seq_id == kv.seq_id), found[0])
-                where = "" if own.seq_id >= 0 else _where(kv, entry.step.segments)
-                error = StaleKVError(f"{own}{where}; the sequence was stopped, nothing of this step was shown")
+                what = _what_hit(kv, found, entry.step.segments)
+                error = StaleKVError(f"{what}; the sequence was stopped, nothing of this step was shown")
                 for page in kv.pages if whole_step and in_step else ():
                     self._cache.quarantine(page)
                 self._end(request, "error", error)
@@ -423,11 +422,20 @@ class Scheduler:
                 self._cache.release(kv)
 
 
-def _where(kv: SequenceKV, segments: Sequence[Segment]) -> str:
-    """The rows of a sequence that a step was to write; for faults of a step as a whole."""
-    segment = next(segment for segment in segments if segment.seq is kv)
-    stop = segment.start + len(segment.token_ids)
-    return f": sequence {kv.seq_id}, positions {segment.start} to {stop - 1}, all layers, pages {kv.pages}"
+def _what_hit(kv: SequenceKV, found: Sequence[Fault], segments: Sequence[Segment]) -> str:
+    """The fault that concerns a sequence most; of a step as a whole, with the rows that it was to write of it."""
+    own = [fault for fault in found if fault.seq_id == kv.seq_id] or [
+        fault for fault in found if fault.page in kv.pages
+    ]
+    if own:
+        return str(own[0])
+    where = (
+        f": sequence {kv.seq_id}, positions {segment.start} to {segment.start + len(segment.token_ids) - 1}, "
+        f"all layers, pages {kv.pages}"
+        for segment in segments
+        if segment.seq is kv
+    )
+    return f"{found[0]}{next(where, '')}"
 
 
 def _as_pyllm_error(error: Exception) -> PyllmError:

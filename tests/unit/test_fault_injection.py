@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pyllm.device import Device
 from pyllm.errors import StaleKVError
-from pyllm.executor import TestHooks
+from pyllm.executor import Segment, TestHooks
+from pyllm.faults import Fault, FaultKind
 from pyllm.input_block import InputViews
 from pyllm.llm import LLM, Chunk
+from pyllm.scheduler import QueuedStep
 from tests.engine import greedy, open_engine, tokens
 from tests.ops.lives import LIVES
 from tests.refdata import PROMPTS, model_path, reference
@@ -141,3 +144,23 @@ def test_a_wait_that_is_dropped(inputs: str) -> None:
             tokens(llm.generate(PROMPT["n70"], greedy(8)))
         assert llm._cache.quarantined
         assert tokens(llm.generate(PROMPT["n5"], greedy(3))) == ANSWER["n5"][:3]  # one ubatch at a time: no race
+
+
+def test_a_sequence_on_a_page_of_another_ones_step() -> None:
+    """It is not part of the step that went wrong as a whole, but a page of its own is named."""
+    with opened("cpu", "copy", Corruption("serial")) as llm:
+        victim, bystander = (llm.generate(PROMPT[name], greedy(8)) for name in ("n70", "n5"))
+        next(victim)
+        next(bystander)
+        first, second = llm._scheduler._running
+        segment = Segment(first.kv, 70, [1], 1)
+        entry = QueuedStep(SimpleNamespace(segments=[segment]), (first,), 1)
+        serial = Fault(FaultKind.SERIAL, -1, -1, -1, -1, -1, 3, 5)
+        tag = Fault(FaultKind.TAG, 99, 1, second.kv.pages[0], 2, 2, 3, 4)
+        llm._scheduler._handle_faults(entry, [serial, tag])
+        with pytest.raises(
+            StaleKVError, match=r"overwritten by those of ubatch 5: sequence 1, positions 70 to 70, all"
+        ):
+            tokens(victim)
+        with pytest.raises(StaleKVError, match="sequence 99, position 2, layer 1, page"):
+            tokens(bystander)
