@@ -37,12 +37,13 @@ class Tile:
     staged: bool
 
     @classmethod
-    def of(cls, target: Target, num_tokens: int, num_rows: int, qtype: QuantType) -> Tile:
+    def of(cls, target: Target, num_tokens: int, num_rows: int, qtype: QuantType, x_f16: bool = True) -> Tile:
         """The tile for a product.
 
         Args:
             num_tokens: rows of x.
             num_rows: rows of the weight.
+            x_f16: x is float16; float32 waits in registers, of which few warps have none to spare.
         """
         block = FORMATS[qtype]
         if target.vendor == "host":  # small: emulated products take their time
@@ -51,7 +52,8 @@ class Tile:
             return cls(64 if num_tokens <= 64 else 128, 128, 32, 256, 3, False)
         staged = block.block_size > 1
         largest = 64 if num_tokens <= 64 else 128 if num_tokens < MANY_TOKENS else 256
-        for bm, bn, threads in ((256, 128, 256), (128, 128, 128), (128, 64, 128), (128, 64, 256)):
+        few_warps = ((256, 128, 256), (128, 128, 128), (128, 64, 128)) if x_f16 else ()
+        for bm, bn, threads in (*few_warps, (128, 128, 256), (128, 64, 256)):
             tile = cls(bm, bn, 64, threads, 2, staged)
             enough = -(-num_tokens // bm) * -(-num_rows // bn) >= ENOUGH_BLOCKS
             if bm <= largest and enough and tile._runs_well(target, qtype):
@@ -113,7 +115,7 @@ def tile_launch(target: Target, x: Any, weight: Weight, out: Any, out_columns: i
         output: 0: float32, 1: float16, 2: added to float32.
     """
     (num_tokens, k), n = x.shape, weight.shape[0]
-    tile = Tile.of(target, num_tokens, n, weight.qtype)
+    tile = Tile.of(target, num_tokens, n, weight.qtype, x.dtype == np.float16)
     sizes = map(np.int32, (num_tokens, n, k, out_columns))
     return KernelLaunch(
         "mul_mat",
