@@ -30,12 +30,17 @@ from pyllm.device.kernel_header import KernelHeader, read_header
 from pyllm.device.kernel_source import cache_folder, digest, kernel_names, source_text, target_defines
 from pyllm.errors import DeviceError
 from pyllm.ops.op import KernelLaunch, Target
+from pyllm.quants import QuantType
 
 TARGETS = (
     Target("cuda", "sm_90", 32, "mma"),
     Target("hip", "gfx1151", 32, "wmma"),
     Target("hip", "gfx942", 64, "mfma"),
+    Target("cuda", "sm_90a", 32, "mma"),  # for what a header names it for
 )
+DECODING_SOURCE = "decode_rows"
+ESSENTIAL_TYPES = (QuantType.F16, QuantType.Q8_0, QuantType.Q4_K)
+
 ALL_TARGETS = (
     Target("cuda", "sm_80", 32, "mma"),
     Target("cuda", "sm_90", 32, "mma"),
@@ -103,6 +108,22 @@ def jobs_of(
                 dynamic[launch.entry] = max(launch.shared_bytes, dynamic.get(launch.entry, 0))
         jobs += [Job(name, target, dict(defines), dynamic) for (name, defines), dynamic in wanted.items()]
     return jobs
+
+
+def essential(jobs: Iterable[Job]) -> list[Job]:
+    """A part of the jobs that takes minutes, not an hour: each value of each macro in some variant of its source, and
+    most block types in the source that does nothing but decode them."""
+    seen: dict[tuple[str, str], set[tuple[str, int]]] = {}
+    kept = []
+    for job in jobs:
+        qtype = job.defines.get("QTYPE")
+        if qtype is not None and qtype not in ESSENTIAL_TYPES and job.name != DECODING_SOURCE:
+            continue
+        values = seen.setdefault((job.target.arch, job.name), set())
+        if not job.defines or not set(job.defines.items()) <= values:
+            values.update(job.defines.items())
+            kept.append(job)
+    return kept
 
 
 def planned_launches(target: Target) -> list[KernelLaunch]:
@@ -191,7 +212,7 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -
     """Compile kernels and print how it went.
 
     Args:
-        everything: for all targets, with a look at what the kernels use.
+        everything: all variants, for all targets, with a look at what the kernels use; otherwise `essential` ones.
 
     Returns:
         The number of failures.
@@ -205,6 +226,8 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -
             base = next(found for kind, found in planned.items() if kind.arch == "sm_90")
             planned[target] = [launch for launch in base if launch.arch == "sm_90a"]
     jobs = jobs_of(names, targets, planned)
+    if not everything:
+        jobs = essential(jobs)
     headers = {name: read_header(name) for name in names}
     checker, failures = Checker(compilers, fresh), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
