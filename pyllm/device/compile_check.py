@@ -222,7 +222,7 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -
     compilers = {"cuda": cuda_compiler(), "hip": hip_compiler()}
     planned = {target: planned_launches(target) for target in targets if target.arch != "sm_90a"} if everything else {}
     for target in targets:
-        if target.arch == "sm_90a":  # what is planned on sm_90 for its further instructions
+        if everything and target.arch == "sm_90a":  # what is planned on sm_90 for its further instructions
             base = next(found for kind, found in planned.items() if kind.arch == "sm_90")
             planned[target] = [launch for launch in base if launch.arch == "sm_90a"]
     jobs = jobs_of(names, targets, planned)
