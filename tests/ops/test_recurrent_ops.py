@@ -334,3 +334,29 @@ def test_arguments_that_do_not_fit_are_refused(device: Device) -> None:
         causal_conv1d(
             device, whole, weight, sequences.inputs(), 1, sequences.cache.layers[0], on_device(device, random((2, 8)))
         )
+
+
+def test_states_go_on_from_checkpoints_and_forks(device: Device) -> None:
+    heads = HEADS[1]
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    sequences = Sequences(device, shape, [3])
+    cache = sequences.cache = RecurrentCache(device, shape, 2)
+    sequences.states = [cache.new_state()]
+    first, second = rule_inputs(3, heads, 1), rule_inputs(3, heads, 2)
+    run_rule(device, sequences, first, heads)
+    sequences.advance()
+    assert cache.save(sequences.states[0])
+    expected = run_rule(device, sequences, second, heads)
+    sequences.advance()
+    run_rule(device, sequences, first, heads)
+    sequences.advance()
+    child = cache.fork(sequences.states[0], 3)
+    cache.rewind(sequences.states[0], 3)
+    assert (run_rule(device, sequences, second, heads) == expected).all()
+    sequences.advance()
+    sequences.states = [child]
+    assert (run_rule(device, sequences, second, heads) == expected).all()
+    assert not sequences.faults()
+    cache.release(child)
+    values = device.download(cache.rows.values)
+    assert np.isnan(values[2 * child.slot : 2 * child.slot + 2]).all()
