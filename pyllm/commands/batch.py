@@ -215,7 +215,7 @@ def _answer(
     output: Output,
 ) -> int:
     from pyllm.batch.lines import LineReader
-    from pyllm.batch.runner import Feed, Runner
+    from pyllm.batch.runner import Feed, Runner, Tally
 
     total, before = source.count(), len(output.done)
     shown = display(options.progress, total, before)
@@ -223,8 +223,9 @@ def _answer(
         note_of = f"{before} of {total} lines" if total is not None else f"{before} lines"
         _remark(options, f"Resuming: {note_of} have a record already")
     if total is not None and before >= total:
-        _remark(options, "Nothing is left to do")
-        return SOME_FAILED if output.num_failed else 0
+        status = SOME_FAILED if output.num_failed else 0
+        shown.end("Nothing is left to do", Tally(before, failed=output.num_failed), status)
+        return status
     parallel, words = _parallel(options, path)
     system = None if options.system is None else checked_text(options.system, "--system")
     reader = LineReader(params, source.has_columns, template, system, options.raw)
@@ -245,7 +246,7 @@ def _answer(
 def _parallel(options: BatchOptions, path: Path) -> tuple[int, str]:
     """How many sequences, and words about it."""
     if options.parallel is not None:
-        return options.parallel, f"{options.parallel} lines at a time"
+        return options.parallel, _at_a_time(options.parallel)
     from pyllm.batch.parallel import default_parallel
     from pyllm.device import open_device
 
@@ -254,7 +255,11 @@ def _parallel(options: BatchOptions, path: Path) -> tuple[int, str]:
         count, size = default_parallel(path, device, options.ctx_size, options.kv_type)
     finally:
         device.close()
-    return count, f"{count} lines at a time, {size_text(size)} of keys and values each (--parallel {count})"
+    return count, f"{_at_a_time(count)}, {size_text(size)} of keys and values each (--parallel {count})"
+
+
+def _at_a_time(count: int) -> str:
+    return f"{count} line{'' if count == 1 else 's'} at a time"
 
 
 @contextmanager

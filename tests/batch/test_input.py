@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -113,6 +115,16 @@ def test_what_cannot_be_read_at_all(tmp_path: Path) -> None:
     ):
         with pytest.raises(PyllmError, match=word):
             open_source(str(argument), form)
+
+
+def test_a_named_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    source = open_source(str(tmp_path / "pipe"), "jsonl")
+    assert source.count() is None and source.fingerprint() == {} and source.has_grown_from({})
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b'{"id": 1}\n{}',))
+    writer.start()
+    assert list(map(outcome, source.entries())) == [(1, {"id": 1}), (2, {})]
+    writer.join()
 
 
 def test_a_file_is_known_again_when_lines_were_added(tmp_path: Path) -> None:
