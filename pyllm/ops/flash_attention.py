@@ -244,7 +244,7 @@ class _Tile:
         return 2 * (head_dim + 8) * (4 * self.slice_keys + self.q_shared * self.rows())
 
 
-_TILES = (_Tile(64, 4, 2, 1), _Tile(32, 4, 2, 1), _Tile(32, 4, 1, 0), _Tile(16, 4, 1, 1), _Tile(16, 2, 1, 1))
+_TILES = (_Tile(64, 4, 2, 1), _Tile(32, 4, 2, 1), _Tile(32, 4, 1, 0), _Tile(32, 4, 1, 1), _Tile(16, 4, 1, 1))
 _LARGE_TILES = (_Tile(32, 8, 1, 1), _Tile(16, 4, 1, 1), _Tile(16, 2, 1, 1))  # heads whose sums fill the registers
 
 
@@ -261,8 +261,8 @@ def _tile(target: Target, kv_type: KVType, head_dim: int) -> _Tile:
     tiles: tuple[_Tile, ...] = _TILES if head_dim <= 128 else _LARGE_TILES
     if kv_type.name != "f16":  # conversions take registers
         tiles = tuple(tile for tile in tiles if tile.slice_keys <= 32)
-    if target.vendor == "hip":  # two tiles of rows in a warp: for the registers of NVIDIA's products
-        tiles = tuple(tile for tile in tiles if tile.row_tiles == 1)
+    if target.vendor == "hip":  # queries take twice the registers of NVIDIA's products
+        tiles = tuple(tile for tile in tiles if tile.row_tiles == 1 and (tile.q_shared or head_dim <= 64))
     return next(tile for tile in tiles if tile.shared_bytes(head_dim) <= _shared_limit(target))
 
 
