@@ -169,7 +169,7 @@ class Run:
         request = Request(ids, len(ids), self._params(self._given.tokens), keeper, kv=seq)
         request.num_submitted = len(self._document)
         self._finish(request)
-        self.outcome.answers.append(self.llm.detokenize(request.token_ids[len(ids) :]))
+        self.outcome.answers.append(self.llm.detokenize(request.token_ids[request.num_prompt :]))
         if self.outcome.logits is None:
             self.outcome.logits = keeper.row
 
@@ -248,7 +248,7 @@ def write_document(llm: LLM, num_tokens: int) -> tuple[list[int], list[list[int]
         boat, good, harbour, clerk = map(rng.choice, (BOATS, GOODS, HARBOURS, CLERKS))
         cargo = f"{rng.randrange(9, 999)} sacks of {good}"
         entries.append(f"Entry {len(entries) + 1}: the {boat} took {cargo} to {harbour}; written by {clerk}. ")
-        if len(entries) % 40 and num_tokens > 1000:
+        if len(entries) % 8 and num_tokens > 1000:
             continue
         prompts = [prompt(llm, "".join(entries) + question) for question in QUESTIONS]
         shared = len(common_prefix(prompts))
