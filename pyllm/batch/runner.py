@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from pyllm.batch.errors import LineError, as_line_error
 from pyllm.batch.input import Entry
 from pyllm.batch.lines import Form, Job, LineReader, Ticket
 from pyllm.batch.output import Output
+from pyllm.batch.prefixes import LEAST, SharedPrefixes
 from pyllm.batch.records import Result, Usage, error_record, record
 from pyllm.errors import DeviceError, PyllmError
 from pyllm.generation import Chunk
@@ -67,6 +69,7 @@ class Tally:
         resumed: records that were there before; they are in no other number but `failed`.
         finished: records that were written.
         failed: records that are errors.
+        prefix_tokens: computed ahead, once for several lines; in no other number.
         seconds: since the first line was read.
     """
 
@@ -76,6 +79,7 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    prefix_tokens: int = 0
     seconds: float = 0.0
 
     @property
@@ -84,11 +88,19 @@ class Tally:
         return self.completion_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    job: Job
+    ids: Sequence[int]
+    thinks: bool
+
+
 @dataclass
 class _Running:
     job: Job
     generation: Generating
     thinks: bool
+    num_known: int
     texts: list[str] = field(default_factory=list)
     tokens: list[Chunk] = field(default_factory=list)
     num_tokens: int = 0
@@ -121,7 +133,10 @@ class Runner:
         self._places = parallel + min(parallel, _MOST_AHEAD)
         self._model = model
         self._on_progress = on_progress
+        self._prepared: deque[_Prepared] = deque()
         self._running: list[_Running] = []
+        self._prefixes = SharedPrefixes()
+        self._ahead: tuple[Generating, Sequence[int]] | None = None  # a prefix that is being computed
         self._seen: set[str] = set()
         self._usual = Form.SIMPLE
         self._is_stopping = False
@@ -143,9 +158,9 @@ class Runner:
         try:
             while not self._is_stopping:
                 self._begin_more(entries)
-                if not self._running and entries.is_over:
+                if entries.is_over and self._is_idle:
                     return True
-                if self._running and not self._is_stopping:
+                if not self._is_idle and not self._is_stopping:
                     moved = self._engine.advance()
                     if not self._collect() and not moved:
                         raise PyllmError("the engine has nothing to do, but lines are not answered: please report this")
@@ -155,17 +170,51 @@ class Runner:
         finally:
             for running in self._running:
                 running.generation.close()
+            if self._ahead is not None:
+                self._ahead[0].close()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._running or self._prepared or self._ahead)
 
     # beginning
 
     def _begin_more(self, entries: Feed) -> None:
-        while len(self._running) < self._places and not self._is_stopping:
-            entry = entries.next(wait=not self._running)
+        """Fill the places; one more line is read, so that the last one is compared with what follows it."""
+        while len(self._running) + len(self._prepared) <= self._places and not self._is_stopping:
+            entry = entries.next(wait=self._is_idle)
             if entry is None:
+                break
+            self._prepare(entry)
+        while self._prepared and len(self._running) < self._places and self._ahead is None:
+            if len(self._prepared) > 1 and self._compute_ahead(self._prepared[0].ids, self._prepared[1].ids):
                 return
-            self._begin(entry)
+            self._begin(self._prepared.popleft())
 
-    def _begin(self, entry: Entry) -> None:
+    def _compute_ahead(self, first: Sequence[int], second: Sequence[int]) -> bool:
+        prefix = self._prefixes.to_compute(first, second)
+        if prefix is None:
+            return False
+        try:
+            self._ahead = self._engine.begin(prefix, SamplingParams(max_tokens=1, temperature=0)), prefix
+        except DeviceError:
+            raise
+        except PyllmError:  # it does not fit, and neither does what follows: the lines say so
+            return False
+        return True
+
+    def _begin(self, prepared: _Prepared) -> None:
+        try:
+            generation = self._engine.begin(prepared.ids, prepared.job.params)
+        except DeviceError:
+            raise
+        except PyllmError as error:
+            self._write_error(prepared.job.ticket, as_line_error(error))
+            return
+        num_known = self._prefixes.known(prepared.ids)
+        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known))
+
+    def _prepare(self, entry: Entry) -> None:
         ticket = Ticket(entry.line, None, self._usual)
         try:
             ticket = self._reader.ticket(entry, self._usual)
@@ -176,8 +225,7 @@ class Runner:
                 raise LineError("duplicate_id", f"an earlier line has the id {identifier!r} too")
             if ticket.id is not None:
                 self._seen.add(ticket.key)
-            job = self._reader.job(entry, ticket)
-            self._running.append(self._begun(job))
+            self._prepared.append(self._encoded(self._reader.job(entry, ticket)))
         except DeviceError:
             raise
         except LineError as error:
@@ -205,7 +253,7 @@ class Runner:
         self.tally.resumed += 1
         return True
 
-    def _begun(self, job: Job) -> _Running:
+    def _encoded(self, job: Job) -> _Prepared:
         engine = self._engine
         if job.messages is not None:
             engine.template  # noqa: B018  (a malformed one is the model's fault, and no line's: it stops everything)
@@ -216,7 +264,7 @@ class Runner:
             else:
                 ids = engine.chat_tokens(job.messages, **job.template_args)
                 thinks = opens_reasoning(engine.detokenize(ids[-_PROMPT_END:]))
-            return _Running(job, engine.begin(ids, job.params), thinks)
+            return _Prepared(job, ids, thinks)
         except DeviceError:
             raise
         except PyllmError as error:
@@ -226,7 +274,8 @@ class Runner:
 
     def _collect(self) -> bool:
         """Take what has come and write what is complete; False when nothing had come."""
-        before = self.tally.completion_tokens, len(self._running)
+        before = self.tally.completion_tokens, len(self._running), self._ahead
+        self._take_ahead()
         for running in [*self._running]:
             try:
                 reason = self._take(running)
@@ -240,7 +289,24 @@ class Runner:
                 self._running.remove(running)
                 if reason in ("stop", "length"):
                     self._write(running, reason)
-        return (self.tally.completion_tokens, len(self._running)) != before
+        return (self.tally.completion_tokens, len(self._running), self._ahead) != before
+
+    def _take_ahead(self) -> None:
+        if self._ahead is None:
+            return
+        generation, prefix = self._ahead
+        try:
+            chunk = generation.take()
+        except DeviceError:
+            raise
+        except PyllmError:  # the lines meet it, too, where it is more than a passing fault
+            self._ahead = None
+            self._prefixes.give_up()
+            return
+        if chunk is not None:
+            self._ahead = None
+            self._prefixes.add(prefix)
+            self.tally.prefix_tokens += len(prefix)
 
     def _take(self, running: _Running) -> str | None:
         """All that has come; returns the finish reason with the last of it."""
@@ -268,6 +334,8 @@ class Runner:
         if running.job.messages is not None:
             reasoning, text = split_reasoning(text, running.thinks)
         usage = self._usage(running)
+        if running.num_known >= LEAST and not usage.cached_tokens:
+            self._prefixes.give_up()
         self.tally.prompt_tokens += usage.prompt_tokens
         self.tally.cached_tokens += usage.cached_tokens
         result = Result(text, reasoning, reason, usage, running.tokens)

@@ -40,7 +40,7 @@ class StubGeneration:
             self.engine.open.remove(self)
 
     def stats(self) -> Mapping[str, Any]:
-        return {"prompt_tokens": len(self.words), "cached_tokens": 0}
+        return {"prompt_tokens": len(self.words), "cached_tokens": 1 if self.engine.keeps else 0}
 
 
 class StubLLM:
@@ -49,6 +49,7 @@ class StubLLM:
     Attributes:
         begun: what it was asked, with how.
         most_open: so many generations were open at the same time.
+        keeps: say that something of each prompt was there already.
     """
 
     last: ClassVar[StubLLM]
@@ -64,6 +65,7 @@ class StubLLM:
         self.open: list[StubGeneration] = []
         self.begun: list[tuple[list[str], SamplingParams]] = []
         self.most_open = 0
+        self.keeps = False
 
     def control_texts(self) -> dict[str, int]:
         return {}

@@ -245,3 +245,31 @@ def test_a_pipe_that_breaks_stops_the_batch(tmp_path: Path) -> None:
         runner = Runner(StubLLM(n_seqs=2), LineReader(PARAMS), output, 2, "stub")
         with pytest.raises(PyllmError, match="cannot be read"):
             runner.run(Feed(entries(), from_pipe=True))
+
+
+def test_a_shared_beginning_is_computed_once_ahead(tmp_path: Path) -> None:
+    begin = " ".join(f"w{number}" for number in range(300))
+    batch = Batch(tmp_path, [{"prompt": f"{begin} {number} end"} for number in range(9)])
+    engine = StubLLM(n_seqs=4, ctx_size=1000)
+    engine.keeps = True
+    tally = batch.run(4, engine).tally
+    assert [len(words) for words, _ in engine.begun] == [300, *[302] * 9]
+    assert engine.begun[0][1].max_tokens == 1 and tally.prefix_tokens == 300
+    assert tally.finished == 9 and tally.completion_tokens == 9 * 302
+    batch.out.unlink()
+    forgetful = StubLLM(n_seqs=4, ctx_size=1000)
+    other = [{"prompt": f"{begin} {number} end"} for number in range(20)]
+    other += [{"prompt": f"other {begin} {number} end"} for number in range(9)]
+    batch = Batch(tmp_path, other)
+    assert batch.run(4, forgetful).tally.finished == 29
+    assert sum(len(words) < 302 for words, _ in forgetful.begun) == 1  # then it was seen to be of no use
+
+
+def test_a_beginning_that_fails_or_does_not_fit(tmp_path: Path) -> None:
+    begin = " ".join(f"w{number}" for number in range(150))
+    batch = Batch(tmp_path, [{"prompt": f"{begin} {number}"} for number in range(3)])
+    assert batch.run(2, StubLLM(n_seqs=2, ctx_size=100)).tally.failed == 3
+    batch.out.unlink()
+    batch = Batch(tmp_path, [{"prompt": f"BOOM {begin} {number}"} for number in range(3)])
+    assert batch.run(2, StubLLM(n_seqs=2, ctx_size=1000)).tally.failed == 3
+    assert set(batch.by_line().values()) == {"engine_error"}

@@ -51,7 +51,11 @@ def test_greedy_answers_are_those_of_single_runs(tmp_path: Path, name: str) -> N
         "The same beginning of many prompts, long enough to fill a page of rows with tokens of this small vocabulary. "
     )
     lines = [
-        {"id": number, "prompt": (begin if number % 2 else "") + "word " * (number % 11), "max_tokens": 1 + number % 17}
+        {
+            "id": number,
+            "prompt": (begin * 4 if number % 8 > 3 else "") + "word " * (number % 11),
+            "max_tokens": 1 + number % 17,
+        }
         for number in range(24)
     ]
     lines[0]["prompt"] = "Hello"
@@ -70,6 +74,22 @@ def test_greedy_answers_are_those_of_single_runs(tmp_path: Path, name: str) -> N
             assert one["text"] == seven["text"] == alone and one["error"] is None
             assert seven["usage"]["completion_tokens"] == line["max_tokens"]
             assert seven["usage"]["prompt_tokens"] == len(llm.chat_tokens(messages)) > seven["usage"]["cached_tokens"]
+
+
+def test_a_shared_beginning_is_computed_once(tmp_path: Path) -> None:
+    begin = " ".join(f"word {number}" for number in range(200))
+    lines = [{"id": number, "prompt": f"{begin}: {number:02}", "max_tokens": 4} for number in range(32)]
+    written(tmp_path / "in.jsonl", lines)
+    arguments = (MODEL, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--parallel", 8, *OPTIONS)
+    result = pyllm(*arguments, "--progress", "json")
+    assert result.returncode == 0
+    end = json.loads(result.stderr.splitlines()[-1])
+    assert end["prefix_tokens"] > 1000
+    usages = [record["usage"] for record in records(tmp_path / "out.jsonl")]
+    # The first two lines share the "0" of their numbers, too.
+    assert len(usages) == 32 and all(usage["cached_tokens"] >= end["prefix_tokens"] - 1 for usage in usages)
+    computed = end["prompt_tokens"] - end["cached_tokens"] + end["prefix_tokens"]
+    assert computed < 2 * usages[0]["prompt_tokens"]
 
 
 def test_the_default_of_parallel_is_told(tmp_path: Path) -> None:
