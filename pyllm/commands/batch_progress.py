@@ -102,6 +102,7 @@ class Events:
             "failed": tally.failed,
             "prompt_tokens": tally.prompt_tokens,
             "cached_tokens": tally.cached_tokens,
+            "prefix_tokens": tally.prefix_tokens,
             "completion_tokens": tally.completion_tokens,
             "tokens_per_second": round(tally.tokens_per_second, 2),
             "seconds": round(tally.seconds, 3),
