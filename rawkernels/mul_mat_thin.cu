@@ -65,10 +65,6 @@ typedef f16 x_t;
 typedef float x_t;
 #endif
 
-DEVICE u32 saturated_pair(float a, float b) {
-    return h2_pack(fminf(fmaxf(a, -65504.0f), 65504.0f), fminf(fmaxf(b, -65504.0f), 65504.0f));
-}
-
 // Eight activations as f16.
 DEVICE void load_run(const f16* source, u32 (&run)[4]) {
     const u32x4 words = load16(source);
@@ -78,8 +74,8 @@ DEVICE void load_run(const f16* source, u32 (&run)[4]) {
 DEVICE void load_run(const float* source, u32 (&run)[4]) {
     const f32x4 a = load16<f32x4>(source);
     const f32x4 b = load16<f32x4>(source + 4);
-    run[0] = saturated_pair(a.x, a.y), run[1] = saturated_pair(a.z, a.w);
-    run[2] = saturated_pair(b.x, b.y), run[3] = saturated_pair(b.z, b.w);
+    run[0] = h2_pack_saturated(a.x, a.y), run[1] = h2_pack_saturated(a.z, a.w);
+    run[2] = h2_pack_saturated(b.x, b.y), run[3] = h2_pack_saturated(b.z, b.w);
 }
 
 DEVICE void put(void* out, i64 index, float value) {
@@ -121,8 +117,8 @@ DEVICE void normalise(const float* RESTRICT x, const float* RESTRICT norm, float
             const f32x4 v = load16<f32x4>(x + static_cast<i64>(t) * K + k);
             const f32x4 w = load16<f32x4>(norm + k);
             u32* const pairs = reinterpret_cast<u32*>(target + static_cast<i64>(t) * K + k);
-            pairs[0] = saturated_pair(v.x * factor * w.x, v.y * factor * w.y);
-            pairs[1] = saturated_pair(v.z * factor * w.z, v.w * factor * w.w);
+            pairs[0] = h2_pack_saturated(v.x * factor * w.x, v.y * factor * w.y);
+            pairs[1] = h2_pack_saturated(v.z * factor * w.z, v.w * factor * w.w);
         }
     }
     BARRIER();
