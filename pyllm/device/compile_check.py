@@ -117,7 +117,8 @@ def essential(jobs: Iterable[Job]) -> list[Job]:
     kept = []
     for job in jobs:
         qtype = job.defines.get("QTYPE")
-        all_types = job.name == DECODING_SOURCE and job.target.vendor == "cuda"  # AMD's compiler takes ten times as long
+        # AMD's compiler takes ten times as long.
+        all_types = job.name == DECODING_SOURCE and job.target.vendor == "cuda"
         if qtype is not None and qtype not in ESSENTIAL_TYPES and not all_types:
             continue
         values = seen.setdefault((job.target.arch, job.name), set())
