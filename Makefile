@@ -1,6 +1,7 @@
 # make demo     on a fresh clone: environment, installation, demo model, an answer
 # make test     on a fresh clone: environment, installation, demo model, all tests
 # make test-check the tests of the executor, its memory and the scheduler once more, with assertions on memory
+# make test-all the same, each case on every kind of emulated GPU instead of on one of them; an hour
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
 # make lint     ruff and mypy
@@ -12,6 +13,8 @@
 # pytest and what pyllm needs installed (default: that of .venv). PYLLM_OFFLINE=1 skips what needs the demo model, unless
 # it has been fetched before.
 
+# A test takes one core; all of them are used.
+PARALLEL := -n auto --dist worksteal
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
@@ -21,7 +24,7 @@ CHECK_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena e
 GPU_TESTS := tests/ops tests/device tests/models/test_kernel_lives.py tests/models/test_inputs.py \
     tests/unit/test_executor.py tests/unit/test_zero_copy.py
 
-.PHONY: demo test test-check test-gpu sanitize lint compile compile-all clean
+.PHONY: demo test test-all test-check test-gpu sanitize lint compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -29,10 +32,13 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-all: $(VENV)/.installed-dev
+	PYLLM_ALL_LIVES=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-check: $(VENV)/.installed-dev
-	PYLLM_CHECK=1 $(BIN)/python -m pytest $(CHECK_TESTS) -k "not emulated"
+	PYLLM_CHECK=1 $(BIN)/python -m pytest $(PARALLEL) $(CHECK_TESTS) -k "not emulated"
 
 # The first line fails with one sentence where CuPy or the GPU is missing, and says which GPU it is.
 test-gpu: $(if $(PYTHON),,$(VENV)/.installed-dev)

@@ -8,6 +8,8 @@ import os
 # times slower, and tests share their machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import re
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -37,3 +39,26 @@ def demo_model() -> Path:
     path = _demo_model()
     assert path is not None
     return path
+
+
+_LIFE = re.compile(r"emulated-(?:32-wmma|32|64)(?=[-\]])")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the kinds of emulated GPUs each case runs on one, chosen by its name; all of them with PYLLM_ALL_LIVES=1.
+
+    Together the cases meet all kinds. All kinds for each case take an hour on two cores.
+    """
+    if os.environ.get("PYLLM_ALL_LIVES", "0") not in ("", "0"):
+        return
+    lives: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _LIFE.search(item.nodeid):
+            lives.setdefault(_LIFE.sub("", item.nodeid, count=1), []).append(item)
+    left_out = set()
+    for name, kinds in lives.items():
+        kept = zlib.crc32(name.encode()) % len(kinds)
+        left_out.update(item for index, item in enumerate(kinds) if index != kept)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

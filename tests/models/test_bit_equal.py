@@ -53,7 +53,10 @@ def slow_device() -> HostDevice:
         {"device": slow_device, "ring_depth": 1},
         {"device": lambda: HostDevice(poison=False)},
     ],
-    ids=str,
+    ids=[
+        *("one slot", "two slots", "eight slots", "pages reversed", "pages shuffled", "pages of 64", "pages of 7"),
+        *("a long context", "slow, eight queued", "slow, one slot", "not poisoned"),
+    ],
 )
 def test_bit_equal(name: str, options: dict[str, Any]) -> None:
     make_device = options.get("device", lambda: None)
