@@ -32,7 +32,8 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not serial"
+	$(BIN)/python -m pytest -m serial
 
 test-all: $(VENV)/.installed-dev
 	PYLLM_ALL_LIVES=1 $(BIN)/python -m pytest $(PARALLEL)

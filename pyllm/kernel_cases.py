@@ -310,8 +310,8 @@ def _linear_cases() -> Iterator[Case]:
     q4, q8 = QuantType.Q4_K, QuantType.Q8_0
     yield linear_case((q4, q4, q4), (33, 17, 16), 1, 256, norm=True)
     yield linear_case((q4, q4, q8), (16, 16, 40), 3, 256, bias=True)
-    yield linear_case((QuantType.Q4_1,) * 2, (33, 33), 2, 96, norm=True, gate=Gate.SILU)
-    yield linear_case((q8, q8), (24, 24), 9, 64, gate=Gate.GELU)
+    yield linear_case((QuantType.Q4_1,) * 2, (49, 49), 2, 96, norm=True, gate=Gate.SILU)
+    yield linear_case((q8, q8), (49, 49), 9, 64, gate=Gate.GELU)
     yield linear_case((q4, q8), (40, 40), 1, 256, gate=Gate.SILU, dtype=np.float16)
     yield linear_case((q8,), (40,), 5, 96, dtype=np.float16, accumulate=True)
     yield linear_case((QuantType.Q6_K,), (40,), 20, 256, accumulate=True, bias=True)
@@ -348,17 +348,21 @@ def linear_case(
     shape = f"{'+'.join(qtype.name for qtype in qtypes)}, {tokens} x {row_elements} x {_list(rows)}"
     name = ", ".join([shape, *extras, *["f16"] * (dtype == np.float16)])
     large = tokens * row_elements * sum(rows) > 1 << 24
-    # What is rounded to f16 on the way (a normalised row, what goes into a gate) the floor stands for.
-    return Case(LINEAR, name, arguments, (7,), floor=2 * HALF, rounded=_half_linear, large=large)
+    # What goes into a gate is rounded to f16, too, where there are many tokens; the floor stands for that.
+    return Case(LINEAR, name, arguments, (7,), floor=HALF, rounded=_half_linear, large=large)
 
 
 def _half_linear(arguments: Arguments) -> Arguments:
-    x, weights, *others = arguments
+    x, weights, norm, *others = arguments
+    if norm is not None:  # the normalised row is what is multiplied
+        normed = np.empty_like(x)
+        RMS_NORM.reference(x, norm.weight, norm.eps, normed, False)
+        x = normed
     halves = []
     for weight in weights:
         values = weight.array if weight.qtype == QuantType.F32 else dequantize(weight.array, weight.qtype)
         halves.append(replace(weight, qtype=QuantType.F32, array=_half(values)))
-    return _half(x), tuple(halves), *others
+    return _half(x), tuple(halves), None, *others
 
 
 def _rope_set_rows_cases() -> Iterator[Case]:

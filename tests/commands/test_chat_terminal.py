@@ -20,6 +20,8 @@ import pytest
 
 from tests.refdata import model_path
 
+pytestmark = pytest.mark.serial
+
 ROOT = Path(__file__).parents[2]
 MODEL = model_path("llama-a-f32")
 SECONDS = 60

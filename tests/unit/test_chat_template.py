@@ -324,6 +324,7 @@ for source in json.load(sys.stdin):
 """
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("sources", [FILL_MEMORY, TAKE_TIME], ids=["memory", "time"])
 def test_memory_and_time_of_a_hostile_template_are_bounded(sources: list[str]) -> None:
     result = subprocess.run(
