@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pyllm.device.host import HostDevice
+from pyllm.faults import Fault, FaultKind
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.kv_types import KV_TYPES
 from pyllm.llm import LLM, EngineOptions
@@ -188,3 +190,21 @@ def test_kept_rows_give_way_to_what_runs() -> None:
         for start in range(0, 150, 10):
             prompt = list(range(start, start + 45))
             assert answer(llm, prompt, 12) == answer(fresh, prompt, 12)
+
+
+def test_a_faulty_page_serves_nobody() -> None:
+    prompt = list(range(3, 30))
+    with engine(prefix_cache=True) as llm:
+        answer(llm, prompt)
+        scheduler = llm._scheduler
+        assert scheduler._index is not None
+        known = scheduler._index.take(prompt)
+        assert known is not None
+        page = known.pages[1]
+        llm._cache.release(known)
+        step = SimpleNamespace(step=SimpleNamespace(segments=[]))
+        scheduler._handle_faults(step, [Fault(FaultKind.TAG, -1, 0, page, 0, 8, 1, 2)])  # type: ignore[arg-type]
+        answer(llm, prompt)
+        assert llm.stats["cached_tokens"] == 8  # the page before it
+        assert page in llm._cache.quarantined
+        assert page not in [node.page for node in scheduler._index._nodes()]

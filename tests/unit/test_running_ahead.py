@@ -86,3 +86,20 @@ def test_it_stops_at_an_end_token() -> None:
         assert len(found[1]) <= 6
         again = [chunk.token for chunk in ahead.generate(PROMPTS[1], greedy(12))]
         assert again == ids  # what was queued in vain left nothing behind
+
+
+@pytest.mark.parametrize(("max_tokens", "last_row"), [(5, 3 + 5 - 2), (None, 64 - 2)])
+def test_no_step_is_queued_whose_token_nobody_wants(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int | None, last_row: int
+) -> None:
+    with engine(True, inflight=4) as llm:
+        starts: list[int] = []
+        submit = llm._executor.submit
+
+        def noted(segments: Any) -> Any:
+            starts.extend(segment.start + len(segment.token_ids) - 1 for segment in segments)
+            return submit(segments)
+
+        monkeypatch.setattr(llm._executor, "submit", noted)
+        list(llm.generate(PROMPTS[0], greedy(max_tokens)))
+        assert max(starts) == last_row
