@@ -97,6 +97,14 @@ class Arena:
         """Whether an array begins with a block that is out."""
         return self._address(array) in self._out
 
+    def covers(self, array: Any) -> bool:
+        """Whether all of an array lies in a block that is out."""
+        if self.holds(array):
+            return True
+        first = self._address(array)
+        last = first + array.nbytes
+        return any(start <= first and last <= start + block.nbytes for start, block in self._out.items())
+
     def contains(self, start: int, num_bytes: int) -> bool:
         """Whether bytes from an address on lie in a block that is out. Only with checks (PYLLM_CHECK)."""
         return self._book is not None and self._book.contains(start, num_bytes)

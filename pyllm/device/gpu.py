@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllm.device.arena import POISON, Arena
+from pyllm.device.arena import ALIGNMENT, POISON, Arena
 from pyllm.device.base import Device, Event, Graph, NotCapturable, PinnedBuffer
 from pyllm.device.cubin import load_kernel
 from pyllm.device.host_stream import Gate
@@ -236,6 +236,7 @@ class GpuDevice(Device):
         return self._cupy.ndarray((array.nbytes,), np.uint8, memptr=self._cupy.cuda.MemoryPointer(memory, 0))
 
     def upload(self, array: np.ndarray) -> Any:
+        """Kernels read whole pieces of 16 bytes: what lies behind the array in its block becomes 0."""
         target = self.empty(array.shape, array.dtype)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, flat.nbytes, STAGING_BYTES):
@@ -252,9 +253,11 @@ class GpuDevice(Device):
         if self.checks:
             assert_done(event, "a staging buffer is written")
         buffer[: piece.nbytes] = piece
+        padded = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+        buffer[piece.nbytes : padded] = 0
         with device_errors():
             to_device = self._runtime.memcpyHostToDevice
-            self._runtime.memcpyAsync(address, buffer.ctypes.data, piece.nbytes, to_device, self.stream.ptr)
+            self._runtime.memcpyAsync(address, buffer.ctypes.data, padded, to_device, self.stream.ptr)
         self._staging.append((buffer, self.record()))
 
     def download(self, array: Any) -> np.ndarray:
@@ -300,7 +303,7 @@ class GpuDevice(Device):
 
     def _address(self, array: np.ndarray) -> np.uintp:
         """A pinned host array as a kernel argument: the GPU reads it at the same address. No other memory will do."""
-        if not self.pinned_memory.holds(array):
+        if not self.pinned_memory.covers(array):
             raise DeviceError("a kernel was given host memory that is not pinned")
         return np.uintp(array.ctypes.data)
 
@@ -314,29 +317,28 @@ class GpuDevice(Device):
         one, beta = np.array(1, np.float32), np.array(launch.accumulate, np.float32)
         narrow = launch.out.dtype == np.float16
         target = launch.out.data.ptr + launch.out.itemsize * launch.first_column
-        handle = self._cupy.cuda.device.get_cublas_handle()
-        cublas.setStream(handle, self.stream.ptr)
-        cublas.gemmEx(
-            handle,
-            cublas.CUBLAS_OP_T,
-            cublas.CUBLAS_OP_N,
-            n,
-            m,
-            k,
-            one.ctypes.data,
-            launch.b.data.ptr,
-            self._runtime.CUDA_R_16F,
-            k,
-            launch.a.data.ptr,
-            self._runtime.CUDA_R_16F,
-            k,
-            beta.ctypes.data,
-            target,
-            self._runtime.CUDA_R_16F if narrow else self._runtime.CUDA_R_32F,
-            launch.out.shape[1],
-            cublas.CUBLAS_COMPUTE_32F,
-            cublas.CUBLAS_GEMM_DEFAULT,
-        )
+        with self.stream:  # CuPy gives the library its current stream at every call, whatever stream it had
+            cublas.gemmEx(
+                self._cupy.cuda.device.get_cublas_handle(),
+                cublas.CUBLAS_OP_T,
+                cublas.CUBLAS_OP_N,
+                n,
+                m,
+                k,
+                one.ctypes.data,
+                launch.b.data.ptr,
+                self._runtime.CUDA_R_16F,
+                k,
+                launch.a.data.ptr,
+                self._runtime.CUDA_R_16F,
+                k,
+                beta.ctypes.data,
+                target,
+                self._runtime.CUDA_R_16F if narrow else self._runtime.CUDA_R_32F,
+                launch.out.shape[1],
+                cublas.CUBLAS_COMPUTE_32F,
+                cublas.CUBLAS_GEMM_DEFAULT,
+            )
         self.num_launches += 1
 
     def _compile(self, launch: KernelLaunch) -> GpuFunction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,12 @@ SIZES = (1, 31, 32, 33, 63, 64, 65, 97, 257)
 def on_device(device: Device, array: np.ndarray) -> Any:
     """A device copy of a host array."""
     return device.upload(np.ascontiguousarray(array))
+
+
+def overwrite(device: Device, target: Any, values: np.ndarray) -> None:
+    """Write host values over a device array, behind all queued work and before what comes."""
+    with device.stream if isinstance(device, GpuDevice) else nullcontext():  # CuPy's own stream would not wait
+        target[...] = on_device(device, values)
 
 
 def input_views(device: Device, layout: InputLayout, **fields: Any) -> InputViews:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pyllm.device import Device
+from pyllm.device.gpu import import_cupy
 from pyllm.kernel_cases import attention_case, mul_mat_case, random_weight, top_k_case
-from pyllm.kernel_check import Case, check_case
+from pyllm.kernel_check import Case, check_case, convert, expected, outputs_of
 from pyllm.quants import GPU_TYPES, QuantType
 from pyllm.weight import Weight
 from tests.ops.lives import LIVES
@@ -39,6 +40,21 @@ def weight(qtype: QuantType) -> Weight:
 @pytest.mark.parametrize("qtype", sorted(GPU_TYPES), ids=lambda qtype: qtype.name)
 def test_mul_mat(gpu: Device, qtype: QuantType, num_tokens: int) -> None:
     check(gpu, mul_mat_case(qtype, num_tokens, 4096, 4096, weight(qtype)))
+
+
+def test_a_library_product_comes_behind_what_is_queued(gpu: Device) -> None:
+    """CuPy's own stream runs on while the device's is held: nothing of the product may be on it."""
+    case = mul_mat_case(QuantType.Q8_0, 2048, 4096, 4096, weight(QuantType.Q8_0))
+    arguments = case.draw(0)
+    exact, limit = expected(case, arguments)
+    on_device = convert(arguments, gpu.upload)
+    gpu.synchronize()
+    gate = gpu.gate()
+    gpu.launch(case.op, *on_device)
+    import_cupy().cuda.Stream.null.synchronize()
+    gate.open()
+    (found,) = (gpu.download(array) for array in outputs_of(case, on_device))
+    assert np.abs(found - exact[0]).max() <= limit
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (9, 1)], ids=["group of 4", "group of 9"])

@@ -21,7 +21,7 @@ from pyllm.ops.l2_norm import l2_norm
 from pyllm.ops.sigmoid_mul import sigmoid_mul
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.recurrent_state import RecurrentShape
-from tests.ops.lives import SIZES, check_against_float64, input_views, on_device
+from tests.ops.lives import SIZES, check_against_float64, input_views, on_device, overwrite
 
 MAX_TOKENS = 600
 
@@ -117,7 +117,7 @@ def mark_written(sequences: Sequences) -> None:
     values = sequences.device.download(marks)
     for state, count in zip(sequences.states, sequences.counts, strict=True):
         values[state.row ^ 1] = state.epoch, state.position + count
-    sequences.cache.rows.marks[...] = on_device(sequences.device, values)
+    overwrite(sequences.device, marks, values)
 
 
 HEADS = [

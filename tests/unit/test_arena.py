@@ -49,6 +49,16 @@ def test_pinned_memory_follows_the_same_rule(device: HostDevice) -> None:
     assert device.pinned(128).array.ctypes.data == address
 
 
+def test_parts_of_blocks_are_covered(device: HostDevice) -> None:
+    array = device.empty((1000,), np.uint8)
+    beyond = np.lib.stride_tricks.as_strided(array[500:], (1000,), (1,))
+    assert device.memory.covers(array) and device.memory.covers(array[500:])
+    assert not device.memory.covers(beyond)
+    assert not device.memory.covers(np.zeros(4, np.uint8))
+    device.release(array)
+    assert not device.memory.covers(array[500:])
+
+
 def test_a_double_release_is_refused(device: HostDevice) -> None:
     array = device.empty((1,), np.int64)
     device.release(array)
