@@ -48,3 +48,4 @@ TINY_HYBRID = HybridShape(
 TINY_HYBRID_EXPERTS = replace(
     TINY_HYBRID, architecture="qwen35moe", tied=False, num_experts=8, num_experts_used=2, intermediate_size=64
 )
+TINY_GROUPED = replace(TINY_HYBRID_EXPERTS, architecture="qwen3next", pre_tokenizer="qwen2")

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from pyllm.quants import QuantType
     from pyllm.synth.writer import Layout
 
-_LIKE = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b", "smollm2")
+_LIKE = (
+    *("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "smollm2"),
+    *("qwen3.5-0.8b", "qwen3.6-35b-a3b", "qwen3-coder-next"),
+)
 
 
 @click.command("synth")
@@ -23,9 +26,10 @@ _LIKE = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b
 @click.option(
     "--quant", metavar="TYPE", default="Q4_K", show_default=True, help="Type of the matrices: F16, Q8_0, Q4_K, ..."
 )
+@click.option("--layers", type=click.IntRange(1), help="Fewer layers, or more, than the model has.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the weights.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
-def command(out: Path, like: str, quant: str, seed: int, force: bool) -> None:
+def command(out: Path, like: str, quant: str, layers: int | None, seed: int, force: bool) -> None:
     """Write a GGUF model with random weights in the shapes of a real model to the file OUT.
 
     Such a model answers nonsense, but takes the time and the memory of the real one: it is for measuring speed, here or
@@ -35,6 +39,7 @@ def command(out: Path, like: str, quant: str, seed: int, force: bool) -> None:
     \b
     pyllm synth --like qwen3-8b --quant Q4_K qwen3-8b.gguf
     pyllm bench qwen3-8b.gguf
+    pyllm synth --like qwen3.6-35b-a3b --quant Q6_K --layers 8 part.gguf
     """
     from pyllm.errors import UsageError
     from pyllm.synth.blocks import drawable_type
@@ -44,8 +49,9 @@ def command(out: Path, like: str, quant: str, seed: int, force: bool) -> None:
     qtype = drawable_type(quant)
     if out.exists() and not force:
         raise UsageError(f"{out} is there already; --force replaces it")
+    shape = SHAPES[like] if layers is None else SHAPES[like].with_layers(layers)
     with progress_bar("writing") as progress:
-        plan = write_model(out, SHAPES[like], qtype, seed, progress)
+        plan = write_model(out, shape, qtype, seed, progress)
     _tell(plan, qtype)
     click.echo(out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,21 @@ class Shape(Protocol):
     def tensors(self) -> Iterator[SynthTensor]:
         """All tensors, in the order of the file."""
 
+    def with_layers(self, num_layers: int) -> Shape:
+        """The same with so many layers."""
+
 
 @dataclass(frozen=True)
-class DenseShape:
-    """A decoder-only transformer of equal blocks: llama, qwen3, and qwen3moe where `num_experts` is not 0.
+class DecoderShape:
+    """What all decoder-only transformers have.
 
     Attributes:
         title: general.name.
         intermediate_size: of the feed-forward block, or of one expert.
-        head_dim: elements per head.
+        head_dim: elements per head of attention.
         tied: the output matrix is the token embedding.
-        qk_norm: queries and keys are normalised per head.
-        num_experts, num_experts_used: 0 for a dense feed-forward block.
         pre_tokenizer: tokenizer.ggml.pre.
+        num_experts, num_experts_used: 0 for a dense feed-forward block.
     """
 
     architecture: str
@@ -85,7 +87,6 @@ class DenseShape:
     head_dim: int
     vocab_size: int
     tied: bool
-    qk_norm: bool
     context_length: int
     rope_freq_base: float
     rms_norm_eps: float
@@ -93,8 +94,8 @@ class DenseShape:
     num_experts: int = 0
     num_experts_used: int = 0
 
-    def keys(self) -> dict[str, int | float]:
-        found: dict[str, int | float] = {
+    def keys(self) -> dict[str, int | float | list[int]]:
+        found: dict[str, int | float | list[int]] = {
             "context_length": self.context_length,
             "embedding_length": self.hidden_size,
             "block_count": self.num_layers,
@@ -117,29 +118,57 @@ class DenseShape:
     def tensors(self) -> Iterator[SynthTensor]:
         yield SynthTensor("token_embd.weight", (self.vocab_size, self.hidden_size))
         for layer in range(self.num_layers):
-            for tensor in (*self._attention(), *self._feed_forward()):
+            for tensor in self.block(layer):
                 yield replace(tensor, name=f"blk.{layer}.{tensor.name}")
         yield norm_tensor("output_norm.weight", self.hidden_size)
         if not self.tied:
             yield SynthTensor("output.weight", (self.vocab_size, self.hidden_size))
 
-    def _attention(self) -> Iterator[SynthTensor]:
+    def with_layers(self, num_layers: int) -> Self:
+        return replace(self, num_layers=num_layers)
+
+    def block(self, layer: int) -> Iterator[SynthTensor]:
+        """The tensors of one layer, without its prefix."""
+        raise NotImplementedError
+
+    def attention_outputs(self, q_rows: int) -> Iterator[SynthTensor]:
+        """The four projections of attention; q has so many rows."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield norm_tensor("attn_norm.weight", self.hidden_size)
-        yield SynthTensor("attn_q.weight", (q_size, self.hidden_size))
+        yield SynthTensor("attn_q.weight", (q_rows, self.hidden_size))
         yield SynthTensor("attn_k.weight", (kv_size, self.hidden_size))
         yield SynthTensor("attn_v.weight", (kv_size, self.hidden_size))
         yield SynthTensor("attn_output.weight", (self.hidden_size, q_size))
-        if self.qk_norm:
-            yield norm_tensor("attn_q_norm.weight", self.head_dim)
-            yield norm_tensor("attn_k_norm.weight", self.head_dim)
 
-    def _feed_forward(self) -> Iterator[SynthTensor]:
-        yield norm_tensor("ffn_norm.weight", self.hidden_size)
+    def head_norms(self) -> Iterator[SynthTensor]:
+        """Norms of queries and keys, one for all heads."""
+        yield norm_tensor("attn_q_norm.weight", self.head_dim)
+        yield norm_tensor("attn_k_norm.weight", self.head_dim)
+
+    def feed_forward(self) -> Iterator[SynthTensor]:
+        """The feed-forward block, or the routed experts."""
         if self.num_experts:
             yield from expert_tensors(self.num_experts, self.hidden_size, self.intermediate_size)
         else:
             yield from feed_forward_tensors("", self.hidden_size, self.intermediate_size)
+
+
+@dataclass(frozen=True)
+class DenseShape(DecoderShape):
+    """A transformer of equal blocks: llama, qwen3, and qwen3moe where `num_experts` is not 0.
+
+    Attributes:
+        qk_norm: queries and keys are normalised per head.
+    """
+
+    qk_norm: bool = False
+
+    def block(self, layer: int) -> Iterator[SynthTensor]:
+        yield norm_tensor("attn_norm.weight", self.hidden_size)
+        yield from self.attention_outputs(self.num_heads * self.head_dim)
+        if self.qk_norm:
+            yield from self.head_norms()
+        yield norm_tensor("ffn_norm.weight", self.hidden_size)
+        yield from self.feed_forward()
 
 
 def feed_forward_tensors(suffix: str, outer: int, inner: int) -> Iterator[SynthTensor]:
