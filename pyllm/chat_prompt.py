@@ -23,15 +23,23 @@ from pyllm.tokenizer import Tokenizer
 
 
 def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **template_args: Any
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **template_args: Any,
 ) -> list[int]:
     """Token ids of a conversation, ready to be continued; one BOS at most.
+
+    Args:
+        add_generation_prompt: with what begins the assistant's turn.
 
     Raises:
         TemplateError: the template refuses the messages.
     """
     ids: list[int] = []
-    for piece in template.pieces(messages, tokenizer.controls, add_generation_prompt=True, **template_args):
+    template_args = {**template_args, "add_generation_prompt": add_generation_prompt}
+    for piece in template.pieces(messages, tokenizer.controls, **template_args):
         if isinstance(piece, int):
             ids.append(piece)
         else:

@@ -300,6 +300,7 @@ class Executor:
                 if self._hooks.slow_stream:
                     self.device.delay(self._hooks.slow_stream)
                 self._queue_inputs(slot)
+                self._await_states(segments)
                 self._queue_model(slot, segments, outputs)
                 done = self.device.record()
                 if self._hooks.corrupt is not None:
@@ -325,6 +326,12 @@ class Executor:
         finally:
             if not self._zero_copy:
                 slot.read_behind(self.device.record())
+
+    def _await_states(self, segments: Sequence[Segment]) -> None:
+        """The rows of recurrent states that this step will write may still be copied to checkpoints."""
+        for segment in segments:
+            if self.cache.recurrent is not None and segment.seq.state is not None:
+                self.cache.recurrent.before_write(segment.seq.state.row ^ 1)
 
     def _views_by_slot(self) -> dict[int, InputViews]:
         """What ops read, by number of the slot; 0 stands for all of them."""

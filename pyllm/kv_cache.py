@@ -230,14 +230,17 @@ class KVCache:
         child.owns_tail = length % self.page_size == 0
         return child
 
-    def adopt(self, pages: Sequence[int], epochs: Sequence[int], length: int) -> SequenceKV:
+    def adopt(
+        self, pages: Sequence[int], epochs: Sequence[int], length: int, state: SequenceState | None = None
+    ) -> SequenceKV:
         """A new sequence whose first `length` rows lie in pages that somebody holds. The tail page is copied when the
         sequence writes to it.
 
         Args:
             pages, epochs: as many as `length` rows need; all of these rows were read clean.
+            state: its recurrent state, at just this length, where the model has recurrent layers.
         """
-        seq = SequenceKV(next(self._next_seq_id), list(pages), list(epochs), length, length)
+        seq = SequenceKV(next(self._next_seq_id), list(pages), list(epochs), length, length, state=state)
         seq.owns_tail = length % self.page_size == 0
         for page in seq.pages:
             self._references[page] += 1

@@ -23,7 +23,7 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
-from pyllm.errors import DeviceError, ModelFileError, PyllmError, UnsupportedError, UsageError
+from pyllm.errors import DeviceError, ModelFileError, PyllmError, TemplateError, UnsupportedError, UsageError
 from pyllm.executor import Executor, TestHooks
 from pyllm.generation import Chunk, Generation
 from pyllm.gguf_file import GGUFModel
@@ -34,7 +34,8 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
-from pyllm.prefix_index import PrefixIndex
+from pyllm.prompt_cache.index import PrefixIndex, shared_length
+from pyllm.prompt_cache.pinned_pool import default_budget
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
@@ -69,6 +70,7 @@ class EngineOptions:
     kv_trace: str | os.PathLike[str] | None = None
     kv_trace_every: int = DEFAULT_EVERY
     prefix_cache: bool = False
+    cache_ram: int | None = None
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class EngineOptions:
                 continue
             if type(value) is not int or not 1 <= value <= MAX_OPTION:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
+        if self.cache_ram is not None and (type(self.cache_ram) is not int or self.cache_ram < 0):
+            raise UsageError(f"cache_ram is {self.cache_ram!r}; it must be a number of bytes")
         if self.inputs not in INPUTS:
             raise UsageError(f"inputs is {self.inputs!r}; choose one of {', '.join(INPUTS)}")
 
@@ -99,7 +103,9 @@ class LLM:
         progress: called with (bytes read, bytes in all) while weights are loaded.
         inflight: ubatches queued ahead of the device; default: what suits the device.
         prefix_cache: keep the K/V rows of ended sequences, as long as pages last, for prompts that begin like them;
-            `stats["cached_tokens"]` says how many tokens that saved. Not for models with recurrent layers yet.
+            `stats["cached_tokens"]` says how many tokens that saved. Of recurrent layers, checkpoints are kept.
+        cache_ram: bytes of pinned host memory that what is kept may take; default: an eighth of the machine's memory,
+            at most 4 GiB. Taken when it is needed.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
@@ -133,6 +139,7 @@ class LLM:
         kv_trace: str | os.PathLike[str] | None = None,
         kv_trace_every: int = DEFAULT_EVERY,
         prefix_cache: bool = False,
+        cache_ram: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -141,6 +148,7 @@ class LLM:
             kv_trace=kv_trace,
             kv_trace_every=kv_trace_every,
             prefix_cache=prefix_cache,
+            cache_ram=cache_ram,
         )
         self._open(path, open_device(device, graphs), options, progress)
 
@@ -197,7 +205,10 @@ class LLM:
         self._n_seqs = options.n_seqs
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
-        recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs) if config.recurrent else None
+        recurrent = None
+        if config.recurrent:
+            budget = default_budget() if options.cache_ram is None else options.cache_ram
+            recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs, budget)
         self._cache = KVCache(
             self._device,
             len(config.attention_layers),
@@ -221,6 +232,8 @@ class LLM:
             submitted = partial(getattr, self._executor, "num_submitted")
             self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)
             self._cache.before_removal = self._trace.note
+        self._index = PrefixIndex(self._cache) if options.prefix_cache else None
+        self._keeps_states = self._index is not None and recurrent is not None
         self._scheduler = Scheduler(
             self._executor,
             self._cache,
@@ -230,7 +243,7 @@ class LLM:
             options.n_seqs,
             self.tokenizer.eog_ids.__contains__,
             self.tokenizer.vocab_size,
-            PrefixIndex(self._cache) if options.prefix_cache and recurrent is None else None,
+            self._index,
         )
 
     def _check_rows(self, gguf: GGUFModel, options: EngineOptions, kv_type: KVType) -> None:
@@ -340,13 +353,17 @@ class LLM:
         with self._lock:
             return self._scheduler.step()
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
+    def _request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, turn_start: int | None = None
+    ) -> Request:
+        """A request; `turn_start`: where the assistant's turn begins in the prompt, as far as that is known."""
         ids = self.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is a {type(params).__name__}; it must be SamplingParams")
         sampler = Sampler(params, self.tokenizer.vocab_size, self._dry_breakers(params))
-        return Request(ids, len(ids), params, sampler)
+        checkpoints = (len(ids) - 1, len(ids)) if turn_start is None else (turn_start,)
+        return Request(ids, len(ids), params, sampler, checkpoints=checkpoints)
 
     def chat(
         self,
@@ -366,7 +383,21 @@ class LLM:
         Raises:
             TemplateError: the template is malformed, or refuses the messages.
         """
-        return self.generate(self.chat_tokens(messages, **template_args), params)
+        ids = self.chat_tokens(messages, **template_args)
+        return self._stream(self._request(ids, params, self._turn_start(ids, messages, template_args)))
+
+    def _turn_start(
+        self, ids: list[int], messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> int | None:
+        """Up to where a conversation's tokens stay what they are however the assistant's turn goes on: before a think
+        block, which later turns leave out. None where nobody will ask."""
+        if not self._keeps_states or template_args.get("add_generation_prompt", True) is not True:
+            return None
+        try:
+            before = self.chat_tokens(messages, **{**template_args, "add_generation_prompt": False})
+        except TemplateError:
+            return None
+        return shared_length(ids[:-1], before) or None
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation, ready to be answered. Arguments and errors as in `chat`."""
@@ -492,12 +523,19 @@ class LLM:
 
     @property
     def sequence_bytes(self) -> Mapping[str, int]:
-        """Device memory that is set aside for each sequence: "kv_rows" for a full context, and "recurrent_state"."""
+        """Device memory that is set aside for each sequence: "kv_rows" for a full context, and "recurrent_state"; and
+        pinned memory of the host that is taken when it is needed: "checkpoint" for each checkpoint of such a state."""
         recurrent = self._cache.recurrent
         return {
             "kv_rows": self._cache.num_bytes // self._n_seqs,
             "recurrent_state": recurrent.num_bytes // self._n_seqs if recurrent is not None else 0,
+            "checkpoint": recurrent.bytes_per_checkpoint if recurrent is not None else 0,
         }
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether rows and states of ended sequences are kept."""
+        return self._index is not None
 
     @property
     def device_name(self) -> str:

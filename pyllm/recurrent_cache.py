@@ -9,29 +9,30 @@ the position that it has reached. The op that goes on from a state compares both
 reports a difference to the fault record.
 
 A state cannot be taken back by some tokens: it is a sum. To go back, the state must have been saved at exactly that
-position (`save`), in pinned memory, within a budget of bytes.
+position (`save`), in pinned memory, within a budget of bytes. A checkpoint may outlive its sequence (`hand_over`), and
+sequences that begin with the same tokens may start from it (`restore`).
 
-Host bookkeeping only: what touches states is queued as ops on the device's stream, so a slot may be given to another
-sequence while work of its former owner is still queued.
+Host bookkeeping only: what touches states is queued on the device's streams, so a slot may be given to another
+sequence while work of its former owner is still queued. Checkpoints are copied on the stream of copies. Until such a
+copy has run, the row that it reads or writes is not written by others: `before_write` makes the compute stream wait.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pyllm.device import Device
+from pyllm.device import Device, Event
 from pyllm.device.arena import POISON
-from pyllm.device.base import PinnedBuffer
 from pyllm.errors import ContextError
 from pyllm.ops.copy_state import copy_state
 from pyllm.ops.fill_state import fill_state
-from pyllm.ops.load_state import load_state
 from pyllm.ops.reset_state import reset_state
+from pyllm.prompt_cache.pinned_pool import Block, PinnedPool
 from pyllm.recurrent_state import COPIES, ELEMENT_BYTES, MARK_WIDTH, LayerState, RecurrentShape
 
 LAST_EPOCH = 2**32 - 1
@@ -77,14 +78,32 @@ class SequenceState:
         self.position += num_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A saved state: [row_size] float32 and the marks that it had, in pinned memory, valid when queued work has run."""
+    """A saved state, in pinned memory, valid when its copy has run.
 
+    Attributes:
+        position: tokens that it has seen.
+        epoch: what its marks must say besides.
+        block: the memory; `block.is_kept` is false when the checkpoint had to give way.
+        values: [row_size] float32.
+        marks: [num_layers, MARK_WIDTH] uint32, as they were on the device.
+    """
+
+    position: int
     epoch: int
-    buffer: PinnedBuffer
+    block: Block
     values: np.ndarray
     marks: np.ndarray
+
+    def own_layers(self) -> np.ndarray:
+        """In which layers the state was the sequence's own: [num_layers] bool. Waits for the copy.
+
+        Raises:
+            DeviceError: the copy failed.
+        """
+        self.block.wait()
+        return (self.marks == np.array([self.epoch, self.position], np.uint32)).all(axis=-1)
 
 
 class RecurrentCache:
@@ -94,7 +113,10 @@ class RecurrentCache:
         device: where the states live.
         shape: sizes of the recurrent layers.
         num_slots: sequences that may have a state at the same time.
-        checkpoint_bytes: pinned memory that checkpoints may take; the oldest give way.
+        checkpoint_bytes: pinned memory that checkpoints may take; those used least recently give way.
+
+    Attributes:
+        pool: memory of the checkpoints.
     """
 
     def __init__(
@@ -115,7 +137,9 @@ class RecurrentCache:
         self.layers = [LayerState(self.rows.values, self.rows.marks, shape, index) for index in range(num_layers)]
         self._free = deque(range(num_slots))
         self._next_epoch = itertools.count(1)
-        self._checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()  # by epoch and position
+        self.pool = PinnedPool(device, self.bytes_per_checkpoint, checkpoint_bytes, "a checkpoint")
+        self._checkpoints: dict[tuple[int, int], Checkpoint] = {}  # of live sequences, by epoch and position
+        self._copying: dict[int, Event] = {}  # rows that a copy reads or writes
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +158,7 @@ class RecurrentCache:
     @property
     def checkpoint_bytes_used(self) -> int:
         """Pinned memory of all checkpoints."""
-        return len(self._checkpoints) * self.bytes_per_checkpoint
+        return self.pool.bytes_in_use
 
     def new_state(self) -> SequenceState:
         """The state of an empty sequence.
@@ -143,49 +167,80 @@ class RecurrentCache:
             ContextError: all slots are taken.
         """
         state = self._take_slot()
-        reset_state(self.device, self.rows, state.row, state.epoch)
+        self._reset_rows(state)
         return state
 
     def reset(self, state: SequenceState) -> None:
         """Back to no tokens, under a fresh epoch. Checkpoints of the sequence are dropped."""
         self._drop_checkpoints(state)
         state.epoch, state.copy, state.position = self._fresh_epoch(), 0, 0
-        reset_state(self.device, self.rows, state.row, state.epoch)
+        self._reset_rows(state)
 
     def release(self, state: SequenceState) -> None:
         """Give a slot back, and drop the sequence's checkpoints."""
         self._drop_checkpoints(state)
         self._free.append(state.slot)
         if self.device.poison:
-            for copy in range(COPIES):
-                fill_state(self.device, self.rows, COPIES * state.slot + copy, POISON)
+            for row in _rows_of(state):
+                self.before_write(row)
+                fill_state(self.device, self.rows, row, POISON)
+
+    def before_write(self, row: int) -> None:
+        """Must come before an op that writes a row is queued: it runs when copies of the row have run."""
+        event = self._copying.pop(row, None)
+        if event is not None and not event.query():
+            self.device.wait(event)
 
     def save(self, state: SequenceState) -> bool:
         """Keep a checkpoint of the state at its present position, behind the work that is queued.
 
         Returns:
-            False when the budget has no room for even one.
+            False when the budget has no room for it now.
         """
         if state.position == 0:
             return True  # the beginning can be gone back to without
         key = (state.epoch, state.position)
-        if key in self._checkpoints:
-            self._checkpoints.move_to_end(key)
+        if (saved := self._saved(*key)) is not None:
+            self.pool.touch(saved.block)
             return True
-        if self.bytes_per_checkpoint > self.checkpoint_bytes:
+        block = self.pool.take()
+        if block is None:
             return False
-        while self.checkpoint_bytes_used + self.bytes_per_checkpoint > self.checkpoint_bytes:
-            self._drop(next(iter(self._checkpoints)))
-        self._checkpoints[key] = self._copy_out(state)
+        self._checkpoints[key] = self._copy_out(state, block)
         return True
+
+    def hand_over(self, state: SequenceState) -> list[Checkpoint]:
+        """The sequence's checkpoints, in order of position, for somebody who keeps them beyond its end."""
+        positions = self.saved_positions(state)
+        return [self._checkpoints.pop((state.epoch, position)) for position in positions]
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """Give up a checkpoint that was handed over."""
+        self.pool.give_back(checkpoint.block)
+
+    def restore(self, checkpoint: Checkpoint) -> tuple[SequenceState, Event] | None:
+        """A new state that goes on from a checkpoint which was handed over. Copied while other sequences compute.
+
+        Returns:
+            The state, to be used when the event has completed; None when the checkpoint had to give way, or its marks
+            are not right.
+
+        Raises:
+            ContextError: all slots are taken.
+        """
+        if not checkpoint.block.is_kept or not checkpoint.own_layers().all():
+            return None
+        state = self._take_slot()
+        return state, self._copy_in(checkpoint, state, state.row)
 
     def saved_positions(self, state: SequenceState) -> list[int]:
         """Positions of the sequence's checkpoints, in ascending order."""
-        return sorted(position for epoch, position in self._checkpoints if epoch == state.epoch)
+        own = [position for epoch, position in self._checkpoints if epoch == state.epoch]
+        return sorted(position for position in own if self._saved(state.epoch, position) is not None)
 
     def can_rewind(self, state: SequenceState, position: int) -> bool:
         """Whether `rewind` can go to a position."""
-        return position in (0, state.position) or (state.epoch, position) in self._checkpoints
+        return position in (0, state.position) or self._saved(state.epoch, position) is not None
 
     def rewind(self, state: SequenceState, position: int) -> None:
         """Go back to a checkpoint at exactly this position, or to the beginning. Checkpoints behind it are dropped: the
@@ -203,7 +258,8 @@ class RecurrentCache:
         for epoch, later in list(self._checkpoints):
             if epoch == state.epoch and later > position:
                 self._drop((epoch, later))
-        self._copy_in(self._checkpoints[state.epoch, position], state, position, state.epoch)
+        target = state.row ^ 1  # what a step in flight goes on from stays as it is
+        self.device.wait(self._copy_in(self._checkpoints[state.epoch, position], state, target))
 
     def fork(self, state: SequenceState, position: int) -> SequenceState:
         """A new state that is a copy of another at a position: its present one, that of a checkpoint, or 0.
@@ -218,10 +274,12 @@ class RecurrentCache:
             self._require_checkpoint(state, position)
         child = self._take_slot()
         if position == state.position:
+            for row in _rows_of(child):
+                self.before_write(row)
             copy_state(self.device, self.rows, state.row, child.row, state.epoch, position, child.epoch)
             child.position = position
         else:
-            self._copy_in(self._checkpoints[state.epoch, position], child, position, child.epoch)
+            self.device.wait(self._copy_in(self._checkpoints[state.epoch, position], child, child.row))
         return child
 
     def _take_slot(self) -> SequenceState:
@@ -236,32 +294,66 @@ class RecurrentCache:
             raise OverflowError("all state epochs are used up; open the model again")
         return epoch
 
+    def _reset_rows(self, state: SequenceState) -> None:
+        for row in _rows_of(state):
+            self.before_write(row)
+        reset_state(self.device, self.rows, state.row, state.epoch)
+
+    def _saved(self, epoch: int, position: int) -> Checkpoint | None:
+        """A checkpoint, unless it had to give way."""
+        checkpoint = self._checkpoints.get((epoch, position))
+        if checkpoint is not None and not checkpoint.block.is_kept:
+            del self._checkpoints[epoch, position]
+            return None
+        return checkpoint
+
     def _require_checkpoint(self, state: SequenceState, position: int) -> None:
-        if (state.epoch, position) not in self._checkpoints:
+        if self._saved(state.epoch, position) is None:
             raise ValueError(
                 f"a recurrent state of {state.position} tokens cannot go back to {position}; "
                 f"there are checkpoints at {self.saved_positions(state) or 'no position'}"
             )
 
-    def _copy_out(self, state: SequenceState) -> Checkpoint:
-        buffer = self.device.pinned(self.bytes_per_checkpoint)
-        size = self.shape.row_size * ELEMENT_BYTES
-        values = buffer.array[:size].view(np.float32)
-        marks = buffer.array[size:].view(np.uint32).reshape(len(self.shape.layers), MARK_WIDTH)
-        self.device.copy_to_pinned(self.rows.values[state.row], values)
-        self.device.copy_to_pinned(self.rows.marks[state.row], marks)
-        return Checkpoint(state.epoch, buffer, values, marks)
+    def _copy_out(self, state: SequenceState, block: Block) -> Checkpoint:
+        """Behind the work that is queued, while later work goes on; the row is not written before it has run."""
+        copies, size = self.device.copies, self.shape.row_size * ELEMENT_BYTES
+        values = block.memory[:size].view(np.float32)
+        marks = block.memory[size:].view(np.uint32).reshape(len(self.shape.layers), MARK_WIDTH)
+        copies.wait(self.device.record())
+        copies.copy(self.rows.values[state.row], values)
+        copies.copy(self.rows.marks[state.row], marks)
+        self._copying[state.row] = done = copies.record()
+        block.used(done)
+        return Checkpoint(state.position, state.epoch, block, values, marks)
 
-    def _copy_in(self, saved: Checkpoint, state: SequenceState, position: int, epoch: int) -> None:
-        """Into the copy that is not the present state; it becomes the present one."""
-        target = state.row ^ 1
-        load_state(self.device, saved.values, saved.marks, saved.epoch, position, self.rows, target, epoch)
-        state.copy ^= 1
-        state.position = position
+    def _copy_in(self, saved: Checkpoint, state: SequenceState, row: int) -> Event:
+        """Into one of the state's rows, which becomes its present one; the other becomes nobody's. Returns the event of
+        the copy. A layer that was not the sequence's own when it was saved becomes nobody's too."""
+        own, copies = saved.own_layers(), self.device.copies
+        buffer = self.device.pinned(COPIES * saved.marks.nbytes)
+        marks = buffer.writable().view(np.uint32).reshape(COPIES, *saved.marks.shape)
+        marks[...] = 0
+        marks[row % COPIES, own] = state.epoch, saved.position
+        copies.wait(self.device.record())  # queued work that uses the rows, perhaps of a former owner
+        copies.copy(saved.values, self.rows.values[row])
+        first = COPIES * state.slot
+        copies.copy(marks, self.rows.marks[first : first + COPIES])
+        done = copies.record()
+        self.device.release_pinned(buffer, done)
+        saved.block.used(done)
+        self.pool.touch(saved.block)
+        for each in _rows_of(state):
+            self._copying[each] = done
+        state.copy, state.position = row % COPIES, saved.position
+        return done
 
     def _drop(self, key: tuple[int, int]) -> None:
-        self.device.release_pinned(self._checkpoints.pop(key).buffer)
+        self.pool.give_back(self._checkpoints.pop(key).block)
 
     def _drop_checkpoints(self, state: SequenceState) -> None:
         for key in [key for key in self._checkpoints if key[0] == state.epoch]:
             self._drop(key)
+
+
+def _rows_of(state: SequenceState) -> range:
+    return range(COPIES * state.slot, COPIES * (state.slot + 1))

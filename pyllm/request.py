@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pyllm.device import Event
 from pyllm.errors import PyllmError
 from pyllm.kv_cache import SequenceKV
 from pyllm.sampling import Sampled, Sampler, SamplingParams
@@ -23,6 +24,9 @@ class Request:
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
+        checkpoints: lengths at which the state of recurrent layers is worth keeping.
+        ready: it may run when this event has completed; None: at once.
+        saved_at: where its state was kept last.
         num_cached: tokens of the prompt whose rows were there already.
         num_submitted: tokens whose rows are queued to be written; `kv.length` outside of a step.
         place: where the device keeps its next token; given out while it runs.
@@ -41,6 +45,9 @@ class Request:
     sampler: Sampler | None = None
     number: int = 0
     kv: SequenceKV | None = None
+    checkpoints: tuple[int, ...] = ()
+    ready: Event | None = None
+    saved_at: int = 0
     num_cached: int = 0
     num_submitted: int = 0
     place: int = -1
@@ -89,6 +96,7 @@ class Request:
         return {
             "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,
+            "evaluated_tokens": self.num_prompt - self.num_cached,
             "generated_tokens": self.num_generated,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,
             "decode_seconds": max(0.0, self.ended_at - prefill_end) if self.started_at else 0.0,

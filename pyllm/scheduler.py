@@ -19,10 +19,11 @@ from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
-from pyllm.prefix_index import PrefixIndex
+from pyllm.prompt_cache.index import PrefixIndex, Taken
 from pyllm.request import Request
 from pyllm.sampling import Sampled
 
+CHECKPOINT_EVERY = 1024  # tokens, at least: between checkpoints of recurrent states that nothing but length asks for
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
 
@@ -132,13 +133,14 @@ class Scheduler:
         Raises:
             DeviceError: the device failed; no request can go on.
         """
+        waited = False
         try:
             with self._undisturbed():
                 self._check_interrupt()
                 self._admit()
                 queued = self._queue_ubatches()
-            if self._in_flight and not queued:
-                self._in_flight[0].step.done.synchronize()  # Ctrl-C may break this wait: nothing is half done here
+            if not queued:
+                waited = self._wait()  # Ctrl-C may break it: nothing is half done here
             collected = False
             if self._in_flight and self._in_flight[0].step.done.query():
                 with self._undisturbed():
@@ -146,7 +148,15 @@ class Scheduler:
         except DeviceError as error:
             self._fail(error)
             raise
-        return queued or collected
+        return queued or collected or waited
+
+    def _wait(self) -> bool:
+        """For the oldest step; where there is none, for a sequence that is being restored. False: for nothing."""
+        restoring = (request.ready for request in self._running if request.ready is not None)
+        event = self._in_flight[0].step.done if self._in_flight else next(restoring, None)
+        if event is not None:
+            event.synchronize()
+        return event is not None
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -182,25 +192,35 @@ class Scheduler:
             if needed > usable:
                 self._end(request, "error", ContextError(f"{needed} K/V pages are needed, {usable} are in order"))
                 continue
-            kv = self._first_rows(request)
+            if self._running and not self._has_pages(self._new_pages(request, needed)):
+                return
+            known = self._first_rows(request)
+            kv = known.seq
             if self._running and not self._has_pages(needed - len(kv.pages) + (not kv.owns_tail)):
                 self._cache.release(kv)
                 return
             self._waiting.popleft()
             request.kv, request.num_submitted, request.is_kept = kv, kv.length, False
+            request.ready, request.saved_at = known.ready, kv.length
             if not request.num_generated:
                 request.num_cached = kv.length
             request.place = min(set(range(self._n_seqs)) - {other.place for other in self._running})
             request.logits.clear()
             self._running.append(request)
 
-    def _first_rows(self, request: Request) -> SequenceKV:
+    def _new_pages(self, request: Request, needed: int) -> int:
+        """How many of the needed pages are not known already."""
+        if self._index is None or request.sampler is None:
+            return needed
+        return needed - self._index.known(request.token_ids[:-1]) // self._cache.page_size
+
+    def _first_rows(self, request: Request) -> Taken:
         """A sequence for a request: with the rows of a known beginning of its tokens, except the last, whose logits are
         wanted."""
         known = None
         if self._index is not None and request.sampler is not None:
             known = self._index.take(request.token_ids[:-1])
-        return known or self._cache.new_sequence()
+        return known or Taken(self._cache.new_sequence())
 
     def _has_pages(self, num_pages: int) -> bool:
         """Whether so many pages are free, or become so when kept rows give way."""
@@ -233,14 +253,14 @@ class Scheduler:
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
         for request in sorted(self._running, key=lambda r: r.num_pending > 1):  # stable: decoding first, then by age
-            if request.kv is None or request.finish_reason or room == 0:
+            if request.kv is None or request.finish_reason or room == 0 or not self._is_ready(request):
                 continue
             if request.num_pending <= 0:
                 if self._can_run_ahead(request) and self._cache.extend(request.kv, 1):
                     chosen.append((request, self._segment(request, 1)))
                     room -= 1
                 continue
-            count = min(request.num_pending, room)
+            count = self._up_to_checkpoint(request, min(request.num_pending, room))
             if request.sampler is None:
                 count = min(count, output_room)
             if count == 0 or not self._make_room(request, count, chosen):
@@ -250,6 +270,33 @@ class Scheduler:
             room -= count
             output_room -= segment.num_outputs
         return chosen
+
+    @staticmethod
+    def _is_ready(request: Request) -> bool:
+        if request.ready is not None and request.ready.query():
+            request.ready = None
+        return request.ready is None
+
+    def _keeps_states(self, request: Request) -> bool:
+        """Whether there are states of recurrent layers to keep."""
+        return self._index is not None and request.kv is not None and request.kv.state is not None
+
+    def _up_to_checkpoint(self, request: Request, count: int) -> int:
+        """Not beyond the next position at which the state is to be kept: a state is kept between steps."""
+        if not self._keeps_states(request):
+            return count
+        assert request.kv is not None
+        length = request.kv.length
+        return min(count, *(position - length for position in request.checkpoints if position > length), count)
+
+    def _save_state(self, request: Request) -> None:
+        """After a step was queued: keep the state that it leaves, where that is worth while."""
+        if self._keeps_states(request):
+            assert request.kv is not None
+            length = request.kv.length
+            if length in request.checkpoints or length - request.saved_at >= CHECKPOINT_EVERY:
+                self._cache.checkpoint(request.kv)
+                request.saved_at = length
 
     def _can_run_ahead(self, request: Request) -> bool:
         """Whether the device has, or will have, a token for which a step can be queued already.
@@ -332,6 +379,7 @@ class Scheduler:
         for request, segment in chosen:
             request.num_submitted = segment.start + len(segment.token_ids)
             request.is_kept = keeps and segment.place >= 0
+            self._save_state(request)
         return num_tokens
 
     # taking results
@@ -418,6 +466,8 @@ class Scheduler:
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
                 if self._index is not None and reason != "error":
+                    if kv.state is not None and kv.state.position == kv.num_clean <= len(request.token_ids):
+                        self._cache.checkpoint(kv)  # the end of a turn
                     self._index.keep(request.token_ids, kv)
                 self._cache.release(kv)
 

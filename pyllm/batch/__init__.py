@@ -7,6 +7,6 @@ says what is wrong with it; `runner` keeps so many jobs going on an engine; `rec
 `output` the file, `settings` what a second run must have in common with the first; `parallel` chooses how many run at
 the same time. What is wrong with one line becomes a record (`LineError`); any other `PyllmError` stops the whole.
 
-What prompts share is found where they begin to run, in the scheduler (`prefix_index`); `prefixes` only sees to it that
+What prompts share is found where they begin to run, in the scheduler (`prompt_cache`); `prefixes` only sees to it that
 a long beginning is there before lines that share it start together. `cached_tokens` is what the engine says.
 """

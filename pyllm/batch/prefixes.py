@@ -2,7 +2,7 @@
 
 The engine serves a prompt's beginning from rows of sequences that have ended. Lines that share one and start together
 would each compute it; so it is computed by itself first, once, and they follow. Whether the engine kept it is seen in
-what it says of the lines behind it; where it did not (models with recurrent layers), nothing is computed ahead again.
+what it says of the lines behind it; where it did not, nothing is computed ahead again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,15 @@ from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, intro
 from pyllm.commands.console import note
 from pyllm.commands.line import at_terminal, read_line
 from pyllm.commands.models import local_model, model_argument
-from pyllm.commands.options import EngineOptions, SamplingOptions, engine_options, sampling_options, taken
+from pyllm.commands.options import (
+    CacheOptions,
+    EngineOptions,
+    SamplingOptions,
+    cache_options,
+    engine_options,
+    sampling_options,
+    taken,
+)
 from pyllm.commands.prompt import checked_text, read_stdin
 from pyllm.errors import ContextError, PyllmError, SamplingError, StaleKVError, TemplateError
 
@@ -35,12 +43,14 @@ class ChatOptions:
     system: str | None
     sampling: SamplingOptions
     engine: EngineOptions
+    cache: CacheOptions
 
 
 @click.command("chat")
 @model_argument
 @click.option("--system", metavar="TEXT", help="System message, put before the conversation by the chat template.")
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
+@cache_options
 @sampling_options
 def command(**values: Any) -> None:
     """Talk with MODEL: the path of a GGUF file, or a known name such as demo.
@@ -59,8 +69,9 @@ def command(**values: Any) -> None:
     pyllm chat demo
     pyllm chat model.gguf --system "Answer in French." -c 8192
     """
-    sampling, engine = taken(SamplingOptions, values), taken(EngineOptions, values)
-    click.get_current_context().exit(run(ChatOptions(**values, sampling=sampling, engine=engine)))
+    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions}
+    options: dict[str, Any] = {name: taken(group, values) for name, group in groups.items()}
+    click.get_current_context().exit(run(ChatOptions(**values, **options)))
 
 
 def run(options: ChatOptions) -> int:
@@ -71,7 +82,7 @@ def run(options: ChatOptions) -> int:
     question = "" if from_terminal else read_stdin().strip()
     if not from_terminal and not question:
         return 0
-    with options.engine.open(local_model(options.model), prefix_cache=True) as llm:
+    with options.engine.open(local_model(options.model), **options.cache.engine()) as llm:
         introduce(llm, options.engine.ctx_size)
         chat = Chat(llm, conversation, options.sampling)
         if from_terminal:

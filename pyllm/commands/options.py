@@ -7,6 +7,7 @@ found into the dataclass. None stands for the engine's own default.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -228,3 +229,41 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             "--kv-trace-every", type=SIZE, metavar="N", help="Hash the rows of each N-th position. [default: 16]"
         ),
     )
+
+
+# what is kept of sequences that have ended
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def byte_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """A click callback: a size such as 800M or 4G (powers of 1024; 0: nothing) as bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size, such as 800M or 4G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What is kept; `engine` gives them the names of the arguments of `LLM`."""
+
+    cache_ram: int | None
+    no_cache: bool
+
+    def engine(self) -> dict[str, Any]:
+        """Arguments of `LLM`."""
+        return {"prefix_cache": not self.no_cache, **_given(self, "no_cache")}
+
+
+cache_options = _together(
+    click.option(
+        "--cache-ram",
+        metavar="SIZE",
+        callback=byte_size,
+        help="Memory of the host for what is kept of ended sequences. [default: 1/8 of it, at most 4G]",
+    ),
+    click.option("--no-cache", is_flag=True, help="Keep nothing of ended sequences: compute every prompt anew."),
+)

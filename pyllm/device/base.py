@@ -43,6 +43,30 @@ class Event(ABC):
         """
 
 
+class CopyStream(ABC):
+    """A second stream: copies between pinned and device memory, while the first stream computes.
+
+    It knows nothing of the first stream's work: `wait` says what must have run before. What it copies must stay where
+    it is until the event that `record` gives behind the copy.
+    """
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Work that is queued here later begins when an event has completed."""
+
+    @abstractmethod
+    def copy(self, source: Any, target: Any) -> None:
+        """Queue a copy between a device array and a view of a pinned buffer's `memory`, either way.
+
+        Args:
+            source, target: of the same shape and dtype; without their first axis, both contiguous.
+        """
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event behind everything queued here so far."""
+
+
 class NotCapturable(Exception):
     """What was to be recorded can only be queued."""
 
@@ -100,6 +124,7 @@ class Device(ABC):
         default_inflight: ubatches to queue ahead: enough to keep the device busy, few enough to stop soon.
         poison: fresh and freed memory is filled with NaN patterns (test runs).
         checks: assertions on memory are made (PYLLM_CHECK); see `memory_check`.
+        shares_memory: device memory is the host's: moving something to the host makes no room.
     """
 
     name: str
@@ -111,6 +136,7 @@ class Device(ABC):
     default_inflight: int
     poison: bool
     checks: bool
+    shares_memory: bool
     memory_bytes: int
     weight_types: frozenset[QuantType]
 
@@ -129,8 +155,9 @@ class Device(ABC):
         """A fresh pinned buffer, its content undefined (poisoned in test runs)."""
 
     @abstractmethod
-    def release_pinned(self, buffer: PinnedBuffer) -> None:
-        """Give a pinned buffer back. It is used again only when all work queued so far has run."""
+    def release_pinned(self, buffer: PinnedBuffer, after: Event | None = None) -> None:
+        """Give a pinned buffer back. It is used again only when `after` has completed; default: when all work that was
+        queued for computing so far has run."""
 
     @abstractmethod
     def mapped(self, buffer: PinnedBuffer) -> Any:
@@ -171,6 +198,15 @@ class Device(ABC):
     @abstractmethod
     def record(self) -> Event:
         """An event behind everything queued so far."""
+
+    @property
+    @abstractmethod
+    def copies(self) -> CopyStream:
+        """The stream of copies, made when it is first asked for."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Work that is queued later begins when an event of the stream of copies has completed."""
 
     @contextmanager
     def step(self) -> Iterator[None]:

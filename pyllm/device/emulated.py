@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllm.device.base import PinnedBuffer
+from pyllm.device.base import Event, PinnedBuffer
 from pyllm.device.emulation.guards import GuardedArena
 from pyllm.device.emulation.kernel import EmulatedKernel, variant_key
 from pyllm.device.host import HostDevice
@@ -46,6 +46,7 @@ class EmulatedDevice(HostDevice):
     default_ubatch_size = 64
     activation_dtype = np.float16
     wants_candidates = True  # as a GPU
+    shares_memory = False  # as a GPU with memory of its own
 
     def __init__(
         self,
@@ -74,7 +75,10 @@ class EmulatedDevice(HostDevice):
         self._unwatch(self._memory, array.ctypes.data)
         super().release(array)
 
-    def release_pinned(self, buffer: PinnedBuffer) -> None:
+    def release_pinned(self, buffer: PinnedBuffer, after: Event | None = None) -> None:
+        if after is not None:  # guards are watched by the stream: its point of release must come last
+            with contextlib.suppress(DeviceError):
+                self.stream.wait(after)
         self._unwatch(self._pinned_memory, buffer.array.ctypes.data)
         super().release_pinned(buffer)
 
@@ -116,7 +120,7 @@ class EmulatedDevice(HostDevice):
         if self._closed:
             return
         try:
-            self.stream.close()
+            self.abandon()
             self._check("a kernel")
         finally:
             super().close()

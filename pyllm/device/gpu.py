@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from pyllm.device.arena import ALIGNMENT, POISON, Arena
-from pyllm.device.base import Device, Event, Graph, NotCapturable, PinnedBuffer
+from pyllm.device.base import CopyStream, Device, Event, Graph, NotCapturable, PinnedBuffer
 from pyllm.device.cubin import load_kernel
+from pyllm.device.host import check_copy
 from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
 from pyllm.device.memory_check import LaunchCheck, assert_done, enabled
@@ -103,20 +104,64 @@ class GpuFunction:
 
 
 class GpuEvent(Event):
-    """An event of the compute stream."""
+    """An event of a stream; `raw` is CuPy's."""
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def __init__(self, stream: Any, cupy: Any) -> None:
+        with device_errors():
+            self.raw = cupy.cuda.Event(disable_timing=True)
+            self.raw.record(stream)
 
     def query(self) -> bool:
         try:
-            return bool(self._event.done)
+            return bool(self.raw.done)
         except Exception:
             return True  # the stream has failed; synchronize says how
 
     def synchronize(self) -> None:
         with device_errors():
-            self._event.synchronize()
+            self.raw.synchronize()
+
+
+class GpuCopyStream(CopyStream):
+    """A CUDA or HIP stream of its own, which the copy engines work for."""
+
+    def __init__(self, cupy: Any, check: LaunchCheck | None) -> None:
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._check = check
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, GpuEvent)
+        with device_errors():
+            self.stream.wait_event(event.raw)
+
+    def copy(self, source: Any, target: Any) -> None:
+        check_copy(source, target)
+        if self._check is not None:
+            self._check.launch("a copy", (source, target))
+        if not source.nbytes:
+            return
+        to_host = isinstance(target, np.ndarray)
+        kind = self._runtime.memcpyDeviceToHost if to_host else self._runtime.memcpyHostToDevice
+        addresses = _address(target), _address(source)
+        with device_errors():
+            if source.flags.c_contiguous and target.flags.c_contiguous:
+                self._runtime.memcpyAsync(*addresses, source.nbytes, kind, self.stream.ptr)
+            else:
+                pitches = target.strides[0], source.strides[0]
+                row = source.nbytes // len(source)
+                self._runtime.memcpy2DAsync(
+                    *(addresses[0], pitches[0], addresses[1], pitches[1]),
+                    *(row, len(source), kind, self.stream.ptr),
+                )
+
+    def record(self) -> GpuEvent:
+        return GpuEvent(self.stream, self._cupy)
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 class GpuGraph(Graph):
@@ -185,7 +230,9 @@ class GpuDevice(Device):
         self.integrated = bool(properties.get("integrated", 0))
         self.graphs = graphs
         self._runtime = cupy.cuda.runtime
+        self.shares_memory = self.integrated
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._copies: GpuCopyStream | None = None
         self.memory = Arena(self._allocate, lambda array: array.data.ptr, self._fill_device if poison else None)
         self.pinned_memory = Arena(
             self._allocate_pinned, lambda array: array.ctypes.data, _fill_host if poison else None
@@ -226,8 +273,8 @@ class GpuDevice(Device):
     def pinned(self, num_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes], self.checks)
 
-    def release_pinned(self, buffer: PinnedBuffer) -> None:
-        self.pinned_memory.release(buffer.array, self.record())
+    def release_pinned(self, buffer: PinnedBuffer, after: Event | None = None) -> None:
+        self.pinned_memory.release(buffer.array, after or self.record())
 
     def mapped(self, buffer: PinnedBuffer) -> Any:
         array = buffer.array
@@ -363,10 +410,18 @@ class GpuDevice(Device):
             self._runtime.memcpyAsync(target.ctypes.data, source.data.ptr, source.nbytes, to_host, self.stream.ptr)
 
     def record(self) -> GpuEvent:
+        return GpuEvent(self.stream, self._cupy)
+
+    @property
+    def copies(self) -> GpuCopyStream:
+        if self._copies is None:
+            self._copies = GpuCopyStream(self._cupy, self._launch_check if self.checks else None)
+        return self._copies
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, GpuEvent)
         with device_errors():
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self.stream)
-        return GpuEvent(event)
+            self.stream.wait_event(event.raw)
 
     @property
     def captures(self) -> bool:
@@ -413,6 +468,9 @@ class GpuDevice(Device):
         self.abandon()
         try:
             self.synchronize()
+            if self._copies is not None:
+                with device_errors():
+                    self._copies.stream.synchronize()
         finally:
             self._staging.clear()
             self.memory.clear()

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from pyllm.device.arena import host_arena
-from pyllm.device.base import Device, Graph, PinnedBuffer
+from pyllm.device.base import CopyStream, Device, Event, Graph, PinnedBuffer
 from pyllm.device.host_stream import Gate, HostEvent, HostStream
 from pyllm.device.memory_check import LaunchCheck, enabled
+from pyllm.errors import DeviceError
 from pyllm.ops.op import Op
 from pyllm.quants import FORMATS, QuantType, dequantize
 
@@ -42,6 +43,38 @@ class HostGraph(Graph):
         self._stream.replay(self._work)
 
 
+class HostCopyStream(CopyStream):
+    """A worker of its own.
+
+    Attributes:
+        stream: for test hooks.
+    """
+
+    def __init__(self, check: Callable[[str, Any], None]) -> None:
+        self.stream = HostStream()
+        self._check = check
+
+    def wait(self, event: Event) -> None:
+        self.stream.wait(event)
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        check_copy(source, target)
+        self._check("a copy", (source, target))
+        self.stream.enqueue(partial(np.copyto, target, source))
+
+    def record(self) -> HostEvent:
+        return self.stream.record()
+
+
+def check_copy(source: Any, target: Any) -> None:
+    """Raise DeviceError unless a stream of copies can copy one to the other."""
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise DeviceError(f"a copy of {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+    for array in (source, target):
+        if len(array) and not array[0].flags.c_contiguous:
+            raise DeviceError("copies are of arrays whose rows are contiguous")
+
+
 class HostDevice(Device):
     """The CPU.
 
@@ -56,6 +89,7 @@ class HostDevice(Device):
     default_ubatch_size = 512
     activation_dtype: type = np.float32
     wants_candidates = False  # a row of logits is next door
+    shares_memory = True
     default_inflight = 2  # the host's share of a ubatch is small: one in work and one behind it is enough
 
     def __init__(self, poison: bool | None = None, weight_budget: int | None = None) -> None:
@@ -64,6 +98,7 @@ class HostDevice(Device):
         self.poison = poison
         self.checks = enabled()
         self.stream = HostStream()
+        self._copies: HostCopyStream | None = None
         self.memory = host_arena(poison)
         self.pinned_memory = host_arena(poison)
         self.target = None
@@ -85,8 +120,8 @@ class HostDevice(Device):
     def pinned(self, num_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(self.pinned_memory.take(num_bytes)[:num_bytes], self.checks)
 
-    def release_pinned(self, buffer: PinnedBuffer) -> None:
-        self.pinned_memory.release(buffer.array, self.record())
+    def release_pinned(self, buffer: PinnedBuffer, after: Event | None = None) -> None:
+        self.pinned_memory.release(buffer.array, after or self.record())
 
     def mapped(self, buffer: PinnedBuffer) -> np.ndarray:
         view = buffer.array[:]
@@ -135,6 +170,15 @@ class HostDevice(Device):
     def record(self) -> HostEvent:
         return self.stream.record()
 
+    @property
+    def copies(self) -> HostCopyStream:
+        if self._copies is None:
+            self._copies = HostCopyStream(self._launch_check.launch if self.checks else lambda name, args: None)
+        return self._copies
+
+    def wait(self, event: Event) -> None:
+        self.stream.wait(event)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         with self.stream.batch():
@@ -162,13 +206,17 @@ class HostDevice(Device):
         self.stream.synchronize()
 
     def abandon(self) -> None:
-        self.stream.close()
+        streams = [self.stream, *([self._copies.stream] if self._copies is not None else [])]
+        for stream in streams:
+            stream.stop()
+        for stream in streams:
+            stream.close()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self.stream.close()
+        self.abandon()
         self.memory.clear()
         self.pinned_memory.clear()
 

@@ -142,11 +142,22 @@ class HostStream:
         """Block until all work queued so far has run; raises DeviceError if any of it failed."""
         self.record().synchronize()
 
+    def wait(self, event: Event) -> None:
+        """Hold later work back until an event, perhaps of another stream, has completed; that stream's failure is then
+        this one's too."""
+        self.enqueue(event.synchronize)
+
     def close(self) -> None:
         """End the worker after the piece of work that it is at; the rest is dropped, and its events complete.
 
         Gates are opened, so that a failing test ends too. Other threads may use the stream at the same time.
         """
+        self.stop()
+        if self._process == os.getpid() and threading.current_thread() is not self._worker:  # a fork has no worker
+            self._worker.join()
+
+    def stop(self) -> None:
+        """Let the worker end soon, without waiting for it. Streams that wait for each other are all stopped first."""
         if self._error is None:
             self._error = DeviceError("the device is closed")
         for gate in self._gates:
@@ -155,8 +166,6 @@ class HostStream:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
-        if self._process == os.getpid() and threading.current_thread() is not self._worker:  # a fork has no worker
-            self._worker.join()
 
     def check_process(self) -> None:
         """Raise DeviceError in a fork of the process that opened the stream: the worker did not come along."""

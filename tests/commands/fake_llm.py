@@ -23,8 +23,9 @@ class FakeLLM:
     during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
     device_name = "cpu"
     device_description = "cpu"
-    sequence_bytes: ClassVar[dict[str, int]] = {"kv_rows": 0, "recurrent_state": 0}
+    sequence_bytes: ClassVar[dict[str, int]] = {"kv_rows": 0, "recurrent_state": 0, "checkpoint": 0}
     template = None
+    keeps_prefixes = False
 
     def __init__(self, path: object, progress: Callable[[int, int], None] | None = None, **options: Any) -> None:
         FakeLLM.opened = self

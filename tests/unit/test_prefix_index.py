@@ -15,7 +15,7 @@ from pyllm.faults import Fault, FaultKind
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.kv_types import KV_TYPES
 from pyllm.llm import LLM, EngineOptions
-from pyllm.prefix_index import PrefixIndex
+from pyllm.prompt_cache.index import PrefixIndex
 from pyllm.sampling import SamplingParams
 from tests.refdata import model_path
 
@@ -42,9 +42,10 @@ def ended(cache: KVCache, index: PrefixIndex, tokens: list[int], clean: int | No
 
 def taken(cache: KVCache, index: PrefixIndex, tokens: list[int]) -> tuple[int, list[int]]:
     """Rows and pages that a prompt of these tokens gets."""
-    seq = index.take(tokens)
-    if seq is None:
+    known = index.take(tokens)
+    if known is None:
         return 0, []
+    seq = known.seq
     result = seq.length, list(seq.pages)
     cache.release(seq)
     return result
@@ -103,8 +104,9 @@ def test_the_least_recently_used_leaves_give_way(cache: KVCache) -> None:
 def test_pages_in_use_outlive_their_node(cache: KVCache) -> None:
     index = PrefixIndex(cache)
     pages = ended(cache, index, [1, 2, 3, 4])
-    seq = index.take([1, 2, 3, 4])
-    assert seq is not None
+    known = index.take([1, 2, 3, 4])
+    assert known is not None
+    seq = known.seq
     assert not index.make_room(24)
     assert seq.pages == pages
     assert cache.num_free_pages == 23
@@ -135,7 +137,8 @@ def test_no_page_is_lost_or_given_twice(cache: KVCache) -> None:
         else:
             base = rng.choice(known)[: rng.randrange(1, 12)] if known and rng.random() < 0.7 else []
             tokens = base + [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
-            seq = index.take(tokens[:-1]) or cache.new_sequence()
+            known_rows = index.take(tokens[:-1])
+            seq = known_rows.seq if known_rows is not None else cache.new_sequence()
             assert seq.length < len(tokens)
             needed = cache.pages_for(len(tokens)) - len(seq.pages) + (not seq.owns_tail)
             if not index.make_room(needed):
@@ -200,8 +203,8 @@ def test_a_faulty_page_serves_nobody() -> None:
         assert scheduler._index is not None
         known = scheduler._index.take(prompt)
         assert known is not None
-        page = known.pages[1]
-        llm._cache.release(known)
+        page = known.seq.pages[1]
+        llm._cache.release(known.seq)
         step = SimpleNamespace(step=SimpleNamespace(segments=[]))
         scheduler._handle_faults(step, [Fault(FaultKind.TAG, -1, 0, page, 0, 8, 1, 2)])  # type: ignore[arg-type]
         answer(llm, prompt)

@@ -46,9 +46,15 @@ class World:
             rows.values[row ^ 1] = rows.values[row] + np.float32(added)
             rows.marks[row ^ 1] = epoch, position + len(tokens)
 
+        self.cache.before_write(row ^ 1)
         self.device.stream.enqueue(run)
         state.advance(len(tokens))
         sequence.tokens += tokens
+
+    def settle(self) -> None:
+        """Wait for all that is queued."""
+        self.device.synchronize()
+        self.device.copies.record().synchronize()
 
     def check(self, sequence: Sequence) -> None:
         values = self.device.download(self.cache.rows.values[sequence.state.row])
@@ -91,6 +97,7 @@ def test_random_histories(seed: int) -> None:
     for sequence in live:
         world.check(sequence)
         cache.release(sequence.state)
+    world.settle()
     assert cache.num_free_slots == NUM_SLOTS
     assert cache.checkpoint_bytes_used == 0
 
@@ -113,6 +120,7 @@ def test_the_oldest_checkpoints_give_way_within_the_budget() -> None:
         world.step(sequence, [3])
         assert world.cache.save(sequence.state)
         assert world.cache.checkpoint_bytes_used <= world.cache.checkpoint_bytes
+        world.settle()
     assert world.cache.saved_positions(sequence.state) == [2, 3]
     tight = World(checkpoint_bytes=size - 1)
     sequence = Sequence(tight.cache.new_state())
@@ -174,3 +182,55 @@ def test_sizes() -> None:
         assert all(np.shares_memory(view, cache.rows.values) for view in (state.windows, state.matrices))
         state.windows[...], state.matrices[...] = index, index
     assert (cache.rows.values == np.repeat(np.arange(3), layer)).all()
+
+
+def test_a_copy_that_runs_late_neither_reads_nor_writes_anothers_rows() -> None:
+    """With the stream of copies held back, steps go on until they would write a row that is being saved."""
+    world = World()
+    sequence = Sequence(world.cache.new_state())
+    world.step(sequence, [1, 2])
+    gate = world.device.copies.stream.gate()
+    assert world.cache.save(sequence.state)
+    world.step(sequence, [3])
+    world.device.synchronize()  # the next step but one has to wait
+    world.step(sequence, [4])
+    waiting = world.device.record()
+    assert not waiting.query()
+    gate.open()
+    world.check(sequence)
+    (saved,) = world.cache.hand_over(sequence.state)
+    assert (saved.values == 1 * 1 + 2 * 2).all() and saved.own_layers().all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sequences_start_from_checkpoints_of_ended_ones(late: bool) -> None:
+    world = World()
+    sequence = Sequence(world.cache.new_state())
+    world.step(sequence, [1, 2])
+    world.cache.save(sequence.state)
+    (saved,) = world.cache.hand_over(sequence.state)
+    world.cache.release(sequence.state)
+    world.settle()
+    gate = world.device.copies.stream.gate()
+    if not late:
+        gate.open()
+    restored = world.cache.restore(saved)
+    assert restored is not None
+    state, ready = restored
+    if late:  # given up before the copy has run: the next owner of the slot is not disturbed
+        world.cache.release(state)
+        world.cache._free.rotate(1)
+        other = Sequence(world.cache.new_state())
+        assert other.state.slot == state.slot
+        gate.open()
+        world.step(other, [5])
+        world.check(other)
+    else:
+        ready.synchronize()
+        again = Sequence(state, [1, 2])
+        world.step(again, [3])
+        world.check(again)
+    world.cache.drop(saved)
+    assert world.cache.restore(saved) is None
+    world.settle()
+    assert world.cache.checkpoint_bytes_used == 0
