@@ -5,6 +5,7 @@
 #include "common/platform.cuh"
 
 KERNEL(256) add(const float* x, const float* y, float* out, i64 n, i64 period) {
+    GRID_DEPENDENCY();
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n) out[i] = x[i] + y[i % period];
 }

@@ -15,6 +15,7 @@ KERNEL(256) causal_conv1d(const float* RESTRICT x, const float* RESTRICT w, floa
                           const i32* RESTRICT cu_seqlens, const i32* RESTRICT state_rows,
                           const u32* RESTRICT state_epochs, float* RESTRICT out, i32 x_start, i32 x_row, i32 channels,
                           i32 row_size, i32 window_start, i32 num_layers, i32 index) {
+    GRID_DEPENDENCY();
     const i32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
     const i32 t = blockIdx.y;

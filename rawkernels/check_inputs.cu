@@ -12,6 +12,7 @@
 
 KERNEL(32) check_inputs(const u64* RESTRICT slot, const u64* RESTRICT block, const i64* RESTRICT step_counter,
                         i32* RESTRICT record, i32 head_word, i32 tail_word) {
+    GRID_DEPENDENCY();
     if (threadIdx.x != 0) return;
     const i64 expected = step_counter[0];
     // What copy_inputs found, and has reported, is not reported again.

@@ -5,6 +5,7 @@
 #include "common/platform.cuh"
 
 KERNEL(128) clear_tags(u32* RESTRICT tags, i64 rows_of_cache, i64 first_row, i32 num_rows) {
+    GRID_DEPENDENCY();
     u32* row = tags + blockIdx.x * rows_of_cache + first_row;
     for (i32 i = threadIdx.x; i < num_rows; i += blockDim.x) row[i] = 0;
 }

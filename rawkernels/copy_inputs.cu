@@ -16,6 +16,7 @@ KERNEL(1024) copy_inputs(const u64* RESTRICT slot, u64* RESTRICT block, i64* RES
                          const i32* RESTRICT kept, i32* RESTRICT record, i32 num_words, i32 record_words,
                          i32 head_word, i32 tail_word, i32 status_word, i32 rows_word, i32 tokens_word, i32 num_rows,
                          i32 num_kept, i32 enforce, i32 left_word, i32 left_stop) {
+    GRID_DEPENDENCY();
     SHARED i32 wrong;
     const i32 thread = threadIdx.x;
     for (i32 i = thread; i < num_words; i += blockDim.x) {

@@ -7,6 +7,7 @@
 
 KERNEL(128) copy_rows(u16* k, u16* v, u32* tags, i32 k_words, i32 v_words, i64 source_row, i64 target_row,
                       u32 source_epoch, u32 target_epoch) {
+    GRID_DEPENDENCY();
     const i64 source = source_row + blockIdx.x;
     const i64 target = target_row + blockIdx.x;
     const bool own = tags[source] == source_epoch;

@@ -9,6 +9,7 @@
 
 KERNEL(256) copy_state(const float* from, const u32* from_marks, float* values, u32* marks, u32 source_epoch,
                        u32 position, u32 epoch, i32 source, i32 target, i32 row_size, i32 num_layers) {
+    GRID_DEPENDENCY();
     const float* const left = from + static_cast<i64>(source) * row_size;
     float* const right = values + static_cast<i64>(target) * row_size;
     for (i32 j = 0; j < 4; j++) {

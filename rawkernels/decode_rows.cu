@@ -13,6 +13,7 @@ struct alignas(16) f16x8 {
 };
 
 KERNEL(128) decode_rows(const u8* RESTRICT w, f16* RESTRICT out, i64 row_bytes, i32 K) {
+    GRID_DEPENDENCY();
     const i64 n = blockIdx.y;
     const i32 k = 8 * static_cast<i32>(blockIdx.x * blockDim.x + threadIdx.x);
     if (k >= K) return;

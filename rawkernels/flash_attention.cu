@@ -90,6 +90,7 @@ KERNEL(THREADS) flash_attention(const io_t* RESTRICT q, const kv_t* RESTRICT k_c
                                 const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record,
                                 io_t* RESTRICT out, float scale, float softcap, float factor, i32 window, i32 kv_heads,
                                 i32 k_row_size, i32 max_pages, i32 page_size, i32 layer, i32 min_tokens) {
+    GRID_DEPENDENCY();
     DYNAMIC_SHARED(f16, tiles);  // K and V of even slices, K and V of odd slices
     SHARED i32 row_of[2][SLICE];
     SHARED u32 absent[3][MASK_WORDS];

@@ -127,6 +127,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                                       io_t* RESTRICT out, float scale, float softcap, float factor, i32 window,
                                       i32 kv_heads, i32 group, i32 row_size, i32 max_pages, i32 page_size, i32 layer,
                                       i32 least_rows) {
+    GRID_DEPENDENCY();
     DYNAMIC_SHARED(u8, dynamic);
     SHARED f16 q_tile[TILES * 16 * LD];
     SHARED float peak_of[WARPS][ALL_ROWS];

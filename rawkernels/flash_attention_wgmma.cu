@@ -151,6 +151,7 @@ KERNEL(THREADS) flash_attention_wgmma(const io_t* RESTRICT q, const kv_t* RESTRI
                                             const u32* RESTRICT page_epochs, i32* record, io_t* RESTRICT out,
                                             float scale, float softcap, float factor, i32 window, i32 kv_heads,
                                             i32 row_size, i32 max_pages, i32 page_size, i32 layer, i32 min_tokens) {
+    GRID_DEPENDENCY();
     DYNAMIC_SHARED(u8, dynamic);
     SHARED Places places;
     const i32 seq = blockIdx.z;

@@ -55,6 +55,7 @@ DEVICE void store8(T* target, const T (&x)[8]) {
 }
 
 KERNEL(256) gate_mul(const in_t* gate, const in_t* up, out_t* out, i64 n) {
+    GRID_DEPENDENCY();
     const i64 first = 8 * (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x);
     if (first >= n) return;
     if (first + 8 <= n) {

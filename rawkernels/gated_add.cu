@@ -25,6 +25,7 @@ typedef float x_t;
 
 KERNEL(256) gated_add(const h_t* RESTRICT h, const float* RESTRICT w, const x_t* RESTRICT x, float* RESTRICT out,
                       i32 size, i32 columns) {
+    GRID_DEPENDENCY();
     SHARED float partial[256 / WARP_SIZE];
     const i64 t = blockIdx.x;
     float sum = 0;

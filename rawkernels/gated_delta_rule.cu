@@ -52,6 +52,7 @@ KERNEL(128) gated_delta_rule(const float* RESTRICT qkv, const float* RESTRICT be
                              const u32* RESTRICT state_epochs, i32* record, float* RESTRICT out, i32 beta_start,
                              i32 beta_row, i32 alpha_start, i32 alpha_row, i32 num_k, i32 num_v, i32 row_size,
                              i32 matrix_start, i32 num_layers, i32 index, i32 layer) {
+    GRID_DEPENDENCY();
     const i32 seq = blockIdx.z, head = blockIdx.y;
     const i32 first = cu_seqlens[seq], end = cu_seqlens[seq + 1];
     if (first >= end) return;

@@ -18,6 +18,7 @@ DEVICE float stored(float value) { return value; }
 
 KERNEL(256) gated_rms_norm(const float* x, const float* RESTRICT w, const float* RESTRICT gate, out_t* out, float eps,
                            i32 count, i32 num_heads, i32 head_dim, i32 gate_start, i32 gate_row) {
+    GRID_DEPENDENCY();
     const i32 item = blockIdx.x * (256 / WARP_SIZE) + WARP_ID();
     if (item >= count) return;  // whole warps
     const i64 start = static_cast<i64>(item) * head_dim;

@@ -10,6 +10,7 @@
 
 KERNEL(128) get_rows(const u8* RESTRICT weight, const i32* RESTRICT ids, float* RESTRICT out, float scale,
                      i64 row_bytes, i32 row_elements) {
+    GRID_DEPENDENCY();
     const i64 i = blockIdx.x;
     const i32 k = 8 * static_cast<i32>(blockIdx.y * blockDim.x + threadIdx.x);
     if (k >= row_elements) return;

@@ -21,6 +21,7 @@ DEVICE i32 warp_total(i32 value) {
 }
 
 KERNEL(256) group_experts(const i32* RESTRICT experts, i32* RESTRICT lists, i32 num_pairs, i32 num_experts) {
+    GRID_DEPENDENCY();
     SHARED i32 counts[MAX_EXPERTS];
     SHARED i32 own_of_warp[WARPS];
     SHARED i32 pairs_before[WARPS];

@@ -6,6 +6,7 @@
 
 KERNEL(128) keep_tokens(const i32* RESTRICT ids, const i32* RESTRICT places, i32* RESTRICT kept, i32 rows, i32 columns,
                         i32 num_places) {
+    GRID_DEPENDENCY();
     const i32 row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const i32 place = places[row];

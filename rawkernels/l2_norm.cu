@@ -6,6 +6,7 @@
 #include "common/platform.cuh"
 
 KERNEL(256) l2_norm(float* x, float eps, i32 count, i32 num_heads, i32 head_dim, i32 row_size) {
+    GRID_DEPENDENCY();
     const i32 item = blockIdx.x * (256 / WARP_SIZE) + WARP_ID();
     if (item >= count) return;  // whole warps
     float* const head = x + static_cast<i64>(item / num_heads) * row_size + (item % num_heads) * head_dim;

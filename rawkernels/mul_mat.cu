@@ -21,6 +21,7 @@
 
 KERNEL(THREADS) mul_mat_tile(const x_t* RESTRICT x, const u8* RESTRICT w, out_t* RESTRICT out, i64 row_bytes, i32 T,
                              i32 N, i32 K, i32 out_columns) {
+    GRID_DEPENDENCY();
     const i32 first_t = blockIdx.x * BM;
     const i32 first_n = blockIdx.y * BN;
     const i32 num_rows = min(N - first_n, static_cast<i32>(BN));

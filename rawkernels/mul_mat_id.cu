@@ -56,6 +56,7 @@ constexpr int PARTS = GATE ? 2 : 1;  // weights
 KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, const u8* RESTRICT w,
                            const u8* RESTRICT w_up, out_t* RESTRICT out, i64 row_bytes, i32 N, i32 K, i32 num_experts,
                            i32 num_used, i32 x_slots) {
+    GRID_DEPENDENCY();
     const i32 first = (blockIdx.x * (128 / WARP_SIZE) + WARP_ID()) * ROWS;
     const i32 pair = blockIdx.y;
     if (first >= N) return;  // whole warps only: the sums below stay complete
@@ -105,6 +106,7 @@ KERNEL(128) mul_mat_id_vec(const x_t* RESTRICT x, const i32* RESTRICT experts, c
 KERNEL(THREADS) mul_mat_id_tile(const x_t* RESTRICT x, const i32* RESTRICT lists, const u8* RESTRICT w,
                                 out_t* RESTRICT out, i64 row_bytes, i32 num_pairs, i32 N, i32 K, i32 num_experts,
                                 i32 num_used, i32 x_slots) {
+    GRID_DEPENDENCY();
     const i32* const starts = lists;
     const i32* const pairs = starts + num_experts + 2;
     const i32* const tiles = pairs + num_pairs;

@@ -240,6 +240,7 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
         async_commit();
     }
 #endif
+    GRID_DEPENDENCY();
     const i32 first_token = blockIdx.y * TOKENS;
 #if NORM
     f16* const source = reinterpret_cast<f16*>(memory + SUMS_BYTES);

@@ -6,6 +6,7 @@
 
 KERNEL(256) reset_state(float* RESTRICT values, u32* RESTRICT marks, u32 epoch, i32 row, i32 row_size,
                         i32 num_layers) {
+    GRID_DEPENDENCY();
     float* const own = values + static_cast<i64>(row) * row_size;
     for (i32 j = 0; j < 4; j++) {
         const i32 i = blockIdx.x * 1024 + j * 256 + threadIdx.x;

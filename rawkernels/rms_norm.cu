@@ -52,6 +52,7 @@ DEVICE void store(void* out, i64 index, const float (&values)[STEP]) {
 }
 
 KERNEL(256) rms_norm(const float* x, const float* RESTRICT w, void* out, float eps, i32 size) {
+    GRID_DEPENDENCY();
     SHARED float partial[256 / WARP_SIZE];
     const i64 row = static_cast<i64>(blockIdx.x) * size;
     float sum = 0;

@@ -10,6 +10,7 @@
 
 KERNEL(128) rope_table(const i32* RESTRICT positions, const float* RESTRICT inv_freq, float* RESTRICT cos_out,
                        float* RESTRICT sin_out, float magnitude, i32 half) {
+    GRID_DEPENDENCY();
     const float position = static_cast<float>(positions[blockIdx.x]);
     const i64 row = static_cast<i64>(blockIdx.x) * half;
     for (i32 i = threadIdx.x; i < half; i += blockDim.x) {
@@ -21,6 +22,7 @@ KERNEL(128) rope_table(const i32* RESTRICT positions, const float* RESTRICT inv_
 
 KERNEL(256) rope(float* RESTRICT x, const float* RESTRICT cos_in, const float* RESTRICT sin_in, i32 heads,
                  i32 head_dim, i32 half) {
+    GRID_DEPENDENCY();
     const i32 index = blockIdx.y * blockDim.x + threadIdx.x;
     if (index >= heads * half) return;
     const i32 head = index / half;

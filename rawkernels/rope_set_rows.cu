@@ -75,6 +75,7 @@ KERNEL(THREADS) rope_set_rows(const float* RESTRICT qkv, const float* RESTRICT q
                               const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record, float eps,
                               i32 half, i32 heads, i32 kv_heads, i32 row_size, i32 max_pages, i32 page_size,
                               i32 layer) {
+    GRID_DEPENDENCY();
     SHARED float space[WARPS][HEAD_DIM];
     const i64 token = blockIdx.x;
     const i32 index = blockIdx.y * WARPS + WARP_ID();

@@ -16,6 +16,7 @@ DEVICE float probability_of(u32 key) { return key < 2 ? NAN_F : f32_from_bits(ke
 
 KERNEL(128) route(const float* RESTRICT logits, i32* RESTRICT experts, float* RESTRICT weights, i32 T,
                   i32 num_experts, i32 num_used) {
+    GRID_DEPENDENCY();
     const i64 t = blockIdx.x * (128 / WARP_SIZE) + WARP_ID();
     if (t >= T) return;  // whole warps only
     const float* row = logits + t * num_experts;

@@ -36,6 +36,7 @@ KERNEL(256) set_rows(const input_t* RESTRICT k, const input_t* RESTRICT v, kv_t*
                      const i32* RESTRICT positions, const i32* RESTRICT token_seq, const i32* RESTRICT seq_ids,
                      const i32* RESTRICT page_table, const u32* RESTRICT page_epochs, i32* record, i32 k_width,
                      i32 v_width, i32 k_row_size, i32 v_row_size, i32 max_pages, i32 page_size, i32 layer) {
+    GRID_DEPENDENCY();
     const i64 token = blockIdx.x;
     const i64 row = row_ids[token];
     if (row < 0) return;

@@ -18,6 +18,7 @@ DEVICE float stored(float value) { return value; }
 #endif
 
 KERNEL(256) sigmoid_mul(const float* RESTRICT gate, const x_t* x, x_t* out, i64 n) {
+    GRID_DEPENDENCY();
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n) out[i] = stored(value_of(x[i]) / (1 + expf(-gate[i])));
 }

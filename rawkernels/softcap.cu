@@ -5,6 +5,7 @@
 #include "common/platform.cuh"
 
 KERNEL(256) softcap(const float* x, float* out, float cap, i64 n) {
+    GRID_DEPENDENCY();
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n) out[i] = cap * tanhf(x[i] / cap);
 }

@@ -42,6 +42,7 @@ DEVICE i32 block_count(float own, float (&partial)[2][WARPS], int& turn) {
 
 KERNEL(THREADS) top_k(const float* RESTRICT values, const i32* RESTRICT ids, float* RESTRICT out_values,
                       i32* RESTRICT out_ids, i64 columns) {
+    GRID_DEPENDENCY();
     SHARED float partial[2][WARPS];
     SHARED u32 chosen_keys[TOP];
     SHARED i32 chosen_ids[TOP];

@@ -17,6 +17,7 @@ DEVICE float value_of(float x) { return x; }
 
 KERNEL(256) weighted_sum(const x_t* RESTRICT x, const float* RESTRICT weights, float* RESTRICT out, i32 num_used,
                          i32 size) {
+    GRID_DEPENDENCY();
     const i32 d = blockIdx.x * 256 + threadIdx.x;
     const i64 t = blockIdx.y;
     if (d >= size) return;

@@ -21,6 +21,7 @@ import numpy as np
 from pyllm.device.arena import ALIGNMENT, POISON, Arena
 from pyllm.device.base import CopyStream, Device, Event, Graph, NotCapturable, PinnedBuffer
 from pyllm.device.cubin import load_kernel
+from pyllm.device.dependent_launch import OLDEST, DependentLauncher, waits_itself
 from pyllm.device.host import check_copy
 from pyllm.device.host_stream import Gate
 from pyllm.device.kernel_source import define_options, source_text, target_defines
@@ -88,13 +89,20 @@ class GpuFunction:
 
     Attributes:
         launch: launch(grid, block, args, shared_bytes, stream).
+        waits: it waits for earlier kernels by itself (GRID_DEPENDENCY).
         shared_limit: dynamic shared memory that it may be given, in bytes.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, waits: bool) -> None:
         self._kernel = kernel
         self.launch = kernel.kernel
+        self.waits = waits
         self.shared_limit = DEFAULT_SHARED
+
+    @property
+    def handle(self) -> int:
+        """The driver's."""
+        return int(self.launch.ptr)
 
     def raise_limit(self, num_bytes: int, target: Target) -> None:
         """Allow so much dynamic shared memory; on AMD there is nothing to raise."""
@@ -207,6 +215,7 @@ class GpuDevice(Device):
 
     Attributes:
         integrated: the GPU shares the host's memory.
+        overlaps: kernels of a graph may start while the one before them ends.
         num_launches: kernels launched one by one, and graphs replayed, so far.
     """
 
@@ -237,6 +246,8 @@ class GpuDevice(Device):
         self.pinned_memory = Arena(
             self._allocate_pinned, lambda array: array.ctypes.data, _fill_host if poison else None
         )
+        self._dependent = _dependent_launcher(self.target)
+        self.overlaps = self._dependent is not None
         self._launch_check = LaunchCheck([self.memory, self.pinned_memory])
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
@@ -345,7 +356,11 @@ class GpuDevice(Device):
         if launch.shared_bytes > function.shared_limit:
             function.raise_limit(launch.shared_bytes, self.target)
         args = tuple(self._address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
-        function.launch(_three(launch.grid), _three(launch.block), args, launch.shared_bytes, self.stream)
+        grid, block = _three(launch.grid), _three(launch.block)
+        if self._capturing and self.overlaps and function.waits and self._dependent is not None:
+            self._dependent.launch(function.handle, grid, block, args, launch.shared_bytes, self.stream.ptr)
+        else:
+            function.launch(grid, block, args, launch.shared_bytes, self.stream)
         self.num_launches += 1
 
     def _address(self, array: np.ndarray) -> np.uintp:
@@ -391,12 +406,13 @@ class GpuDevice(Device):
     def _compile(self, launch: KernelLaunch) -> GpuFunction:
         # One text without includes: CuPy's cache of compiled kernels is keyed by text and options, not by headers.
         options = ("-std=c++17", *define_options(target_defines(self.target, launch.defines)))
+        text = source_text(launch.source, launch.defines)
+        waits = waits_itself(text, launch.entry)
         if launch.arch:
-            text = source_text(launch.source, launch.defines)
-            return GpuFunction(load_kernel(self._cupy, text, launch.arch, options, launch.entry))
-        module = self._cupy.RawModule(code=source_text(launch.source, launch.defines), options=options, backend="nvrtc")
+            return GpuFunction(load_kernel(self._cupy, text, launch.arch, options, launch.entry), waits)
+        module = self._cupy.RawModule(code=text, options=options, backend="nvrtc")
         try:
-            return GpuFunction(module.get_function(launch.entry))
+            return GpuFunction(module.get_function(launch.entry), waits)
         except self._cupy.cuda.compiler.CompileException as error:
             first = next((line for line in str(error).splitlines() if "error" in line), str(error)[:200])
             raise DeviceError(f"kernel {launch.entry} does not compile for {self.target.arch}: {first}") from error
@@ -476,6 +492,12 @@ class GpuDevice(Device):
             self.memory.clear()
             self.pinned_memory.clear()
             self._pinned_owners.clear()
+
+
+def _dependent_launcher(target: Target) -> DependentLauncher | None:
+    if target.vendor != "cuda" or int(target.arch.removeprefix("sm_")) < OLDEST:
+        return None
+    return DependentLauncher()
 
 
 def _fill_host(block: np.ndarray) -> None:

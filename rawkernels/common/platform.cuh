@@ -12,6 +12,9 @@
 //   SHARED type name[n];             static shared memory, 16-byte aligned, for use inside kernels
 //   DYNAMIC_SHARED(type, name);      the launch's shared_bytes, 16-byte aligned, as `type* name`
 //   DEVICE_TABLE type name[n] = {...};   constant data, at file scope
+//   GRID_DEPENDENCY();               first in a kernel, for all threads: the next kernel of the stream may start its blocks,
+//                                    which wait at this place for the whole of this one. Weights can be read before it,
+//                                    nothing that a kernel writes (programmatic dependent launch on NVIDIA)
 //   BARRIER()                        all threads of the block; every thread must come here
 //   WARP_BARRIER()                   all lanes of the warp; orders their shared-memory accesses
 //   DEVICE_FENCE()                   writes before it are visible to the device before writes after it

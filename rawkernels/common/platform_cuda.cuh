@@ -16,6 +16,16 @@
 
 #define DEVICE_TABLE __device__ const
 
+#if __CUDA_ARCH__ >= 900
+#define GRID_DEPENDENCY()                                          \
+    do {                                                           \
+        asm volatile("griddepcontrol.launch_dependents;");         \
+        asm volatile("griddepcontrol.wait;" : : : "memory");       \
+    } while (0)
+#else
+#define GRID_DEPENDENCY() ((void)0)
+#endif
+
 #define BARRIER() __syncthreads()
 #define WARP_BARRIER() __syncwarp()
 #define DEVICE_FENCE() __threadfence()

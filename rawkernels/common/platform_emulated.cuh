@@ -21,6 +21,7 @@ Emulation* pyllm_emulation;  // set by the runtime before the kernel runs
 
 #define DEVICE_TABLE static const
 
+#define GRID_DEPENDENCY() ((void)0)
 #define BARRIER() pyllm_emulation->barrier()
 #define WARP_BARRIER() ((void)pyllm_emulation->exchange(EXCHANGE_BARRIER))
 #define DEVICE_FENCE() ((void)0)

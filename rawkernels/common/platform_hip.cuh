@@ -15,6 +15,7 @@
 
 #define DEVICE_TABLE __device__ const
 
+#define GRID_DEPENDENCY() ((void)0)
 #define BARRIER() __syncthreads()
 // Lanes run in step; what is needed is that the compiler keeps the order of shared-memory accesses.
 #define WARP_BARRIER()                                          \

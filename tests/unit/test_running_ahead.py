@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pyllm.device.host import HostDevice
+from pyllm.executor import TestHooks
 from pyllm.llm import LLM, EngineOptions
 from pyllm.sampling import SamplingParams
 from tests.refdata import model_path
@@ -45,7 +46,7 @@ def answers(llm: LLM, params: list[SamplingParams]) -> list[list[int | None]]:
 
 
 def test_steps_are_queued_before_their_tokens_are_known() -> None:
-    with engine(True, inflight=4) as llm:
+    with engine(True, inflight=4, hooks=TestHooks(slow_stream=0.01)) as llm:
         stream = llm.generate(PROMPTS[0], greedy(20))
         for _ in range(4):
             next(stream)
@@ -54,6 +55,25 @@ def test_steps_are_queued_before_their_tokens_are_known() -> None:
         assert request.kv.length > len(request.token_ids)
         stream.close()
         assert not llm._scheduler._running
+
+
+def test_tokens_are_shown_as_they_come_from_a_device_faster_than_the_host() -> None:
+    with engine(True, inflight=4) as llm:
+        submit, count = llm._executor.submit, 0
+
+        def slow(segments: Any) -> Any:
+            nonlocal count
+            count += 1
+            step = submit(segments)
+            llm._device.synchronize()
+            return step
+
+        llm._executor.submit = slow  # type: ignore[method-assign]
+        stream = llm.generate(PROMPTS[0], greedy(20))
+        for shown in range(1, 6):
+            next(stream)
+            assert count <= shown + 4
+        stream.close()
 
 
 @pytest.mark.parametrize("inflight", [1, 2, 4])
