@@ -30,6 +30,7 @@ from pyllm.workspace import Workspace
 
 CANDIDATES = 64  # logits of a row that come back where the device chooses them: enough for top-k as people use it
 MIN_BUCKET = 256  # rows
+OVERLAP_TOKENS = 64  # up to here kernels are so short that their starts count; see BENCHMARKS.md
 MAX_CAPTURED = 64  # recordings that are kept; of decode steps there are a few, of other shapes there may be many
 MAX_WARM = 4096  # shapes that are remembered as run once
 
@@ -415,7 +416,8 @@ class Executor:
         """Record the model's ops; None where something among them cannot be recorded."""
         arrays: list[Any] = []
         try:
-            graph = self.device.capture(lambda: arrays.extend(self._compute(batch, num_candidates)))
+            overlap = batch.num_tokens <= OVERLAP_TOKENS
+            graph = self.device.capture(lambda: arrays.extend(self._compute(batch, num_candidates)), overlap)
         except NotCapturable:
             return None
         return CapturedStep(graph, arrays)

@@ -233,7 +233,7 @@ class Scheduler:
         tokens = sum(entry.num_tokens for entry in self._in_flight)
         while not self._executor.is_full:
             if queued and self._in_flight and self._in_flight[0].step.done.query():
-                break  # where the host is the slower one, what has come back is not to wait for all that could be queued
+                break  # a host slower than its device shows what has come back before it queues all that it could
             self._check_interrupt()
             has_room = tokens + self._ubatch_size <= self._batch_size or not tokens
             if not has_room and any(request.num_pending > 1 for request in self._running):

@@ -222,8 +222,12 @@ class Device(ABC):
         """Whether `capture` works."""
         return False
 
-    def capture(self, launches: Callable[[], Any]) -> Graph:
+    def capture(self, launches: Callable[[], Any], overlap: bool = False) -> Graph:
         """Call `launches`, but record what it queues instead of running it. It must not allocate.
+
+        Args:
+            overlap: kernels may start while the one before them ends, where the device can do that; results are the
+                same. It helps where kernels are short.
 
         Raises:
             NotCapturable: something among it cannot be recorded; nothing has been queued.

@@ -215,7 +215,6 @@ class GpuDevice(Device):
 
     Attributes:
         integrated: the GPU shares the host's memory.
-        overlaps: kernels of a graph may start while the one before them ends.
         num_launches: kernels launched one by one, and graphs replayed, so far.
     """
 
@@ -247,12 +246,11 @@ class GpuDevice(Device):
             self._allocate_pinned, lambda array: array.ctypes.data, _fill_host if poison else None
         )
         self._dependent = _dependent_launcher(self.target)
-        self.overlaps = self._dependent is not None
         self._launch_check = LaunchCheck([self.memory, self.pinned_memory])
         self._pinned_owners: list[Any] = []
         self._staging: deque[tuple[np.ndarray, GpuEvent | None]] = deque()
         self._functions: dict[tuple[Any, ...], GpuFunction] = {}
-        self._capturing = False
+        self._capturing = self._overlap = False
         self.num_launches = 0
         self._gates: list[Gate] = []
         self._closed = False
@@ -357,7 +355,7 @@ class GpuDevice(Device):
             function.raise_limit(launch.shared_bytes, self.target)
         args = tuple(self._address(arg) if isinstance(arg, np.ndarray) else arg for arg in launch.args)
         grid, block = _three(launch.grid), _three(launch.block)
-        if self._capturing and self.overlaps and function.waits and self._dependent is not None:
+        if self._overlap and function.waits and self._dependent is not None:
             self._dependent.launch(function.handle, grid, block, args, launch.shared_bytes, self.stream.ptr)
         else:
             function.launch(grid, block, args, launch.shared_bytes, self.stream)
@@ -443,14 +441,14 @@ class GpuDevice(Device):
     def captures(self) -> bool:
         return self.graphs
 
-    def capture(self, launches: Callable[[], Any]) -> GpuGraph:
+    def capture(self, launches: Callable[[], Any], overlap: bool = False) -> GpuGraph:
         with device_errors(), self.stream, self._launch_check.recording() as uses:
             self.stream.begin_capture()
-            self._capturing = True
+            self._capturing, self._overlap = True, overlap
             try:
                 launches()
             finally:
-                self._capturing = False
+                self._capturing = self._overlap = False
                 graph = self.stream.end_capture()
         return GpuGraph(graph, self, uses)
 

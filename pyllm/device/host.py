@@ -188,7 +188,7 @@ class HostDevice(Device):
     def captures(self) -> bool:
         return self.graphs
 
-    def capture(self, launches: Callable[[], Any]) -> HostGraph:
+    def capture(self, launches: Callable[[], Any], overlap: bool = False) -> HostGraph:
         if not self.checks:
             return HostGraph(self.stream, self.stream.capture(launches))
         with self._launch_check.recording() as recorded:

@@ -31,7 +31,7 @@ def test_a_kernel_that_some_threads_leave_before_is_found() -> None:
 
 @pytest.mark.skipif("gpu" not in LIVES, reason="for a GPU")
 def test_a_chain_of_kernels_in_a_graph_runs_in_order_on_gpu() -> None:
-    """Each link reads what the one before wrote; sizes differ, so that late blocks of one meet early ones of the next."""
+    """Each link reads what the one before wrote; sizes differ: late blocks of one meet early ones of the next."""
     device = LIVES["gpu"]()
     try:
         sizes = [1 << 22, 257, 1 << 16, 1 << 22, 1]
@@ -44,7 +44,7 @@ def test_a_chain_of_kernels_in_a_graph_runs_in_order_on_gpu() -> None:
                     device.launch(ADD, total[:size], one[:size], total[:size])
 
         chain()
-        graph = device.capture(chain)
+        graph = device.capture(chain, overlap=True)
         for _ in range(5):
             graph.replay()
         found = device.download(total)
