@@ -36,6 +36,10 @@ class DeviceError(PyllmError):
     """A device is missing, or failed while running queued work. The engine that met it can only be closed."""
 
 
+class SessionError(PyllmError):
+    """A session file is damaged, or of another model, engine or version, or cannot be read or written."""
+
+
 class StaleKVError(PyllmError):
     """A check on the device found inputs or K/V rows that are not the sequence's own. Nothing of that step is shown."""
 

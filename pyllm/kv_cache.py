@@ -93,6 +93,7 @@ class KVCache:
         recurrent: states of recurrent layers, which sequences then have beside their rows.
 
     Attributes:
+        k, v: [num_layers, num_rows, row size], storage type of the rows; tags: [num_layers, num_rows] uint32.
         quarantined: pages that are never handed out again.
         before_removal: called with each sequence that is about to give rows up (diagnostics).
     """
@@ -117,15 +118,13 @@ class KVCache:
         num_rows = num_pages * page_size
         self.tags = device.upload(np.zeros((num_layers, num_rows), np.uint32))
         self.counters = device.upload(np.zeros(NUM_COUNTERS, np.int32))
+        # All layers in one buffer, so that a page of all of them is one copy.
+        self.k, self.v = (
+            device.empty((num_layers, num_rows, kv_type.row_size(width)), kv_type.storage)
+            for width in (k_width, v_width)
+        )
         self.layers = [
-            LayerCache(
-                device.empty((num_rows, kv_type.row_size(k_width)), kv_type.storage),
-                device.empty((num_rows, kv_type.row_size(v_width)), kv_type.storage),
-                self.tags[layer],
-                page_size,
-                layer,
-                self.counters,
-            )
+            LayerCache(self.k[layer], self.v[layer], self.tags[layer], page_size, layer, self.counters)
             for layer in range(num_layers)
         ]
         self.quarantined: set[int] = set()
@@ -168,7 +167,7 @@ class KVCache:
             return False
         self._own_tail(seq)
         for _ in range(missing):
-            page, epoch = self._allocate()
+            page, epoch = self.allocate()
             seq.epochs.append(epoch)
             seq.pages.append(page)
         seq.length += num_rows
@@ -290,8 +289,9 @@ class KVCache:
         """The first `length` rows were read clean: they may be shared."""
         seq.num_clean = max(seq.num_clean, min(length, seq.length))
 
-    def _allocate(self) -> tuple[int, int]:
-        """A free page and the fresh epoch under which its rows will be written."""
+    def allocate(self) -> tuple[int, int]:
+        """A free page, of which there must be one, and the fresh epoch under which its rows will be written. It has one
+        owner."""
         epoch = next(self._next_epoch)
         if epoch > LAST_EPOCH:
             raise OverflowError("all page epochs are used up; open the model again")
@@ -335,7 +335,7 @@ class KVCache:
 
     def _copy_page(self, source: int, source_epoch: int, num_rows: int) -> tuple[int, int]:
         """A fresh page and its epoch; the page holds the first num_rows rows of another."""
-        target, epoch = self._allocate()
+        target, epoch = self.allocate()
         for layer in self.layers:
             copy_rows(
                 self.device,

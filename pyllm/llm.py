@@ -34,8 +34,10 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
+from pyllm.prompt_cache.fingerprint import fingerprint
 from pyllm.prompt_cache.index import PrefixIndex, shared_length
 from pyllm.prompt_cache.pinned_pool import default_budget
+from pyllm.prompt_cache.sessions import Session, Sessions
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
@@ -167,6 +169,7 @@ class LLM:
         self._lock = threading.RLock()
         self._device = device
         self._stats: dict[str, Any] = {}
+        self._last_ids: list[int] = []
         self._trace: KVTrace | None = None
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
@@ -176,6 +179,9 @@ class LLM:
             with open_model(path) as gguf:
                 self._read_texts(gguf)
                 self._build(gguf, options, progress)
+                if self._index is not None:
+                    identity = fingerprint(gguf, self._model.config, self._cache.kv_type, options.page_size)
+                    self._sessions = Sessions(self._cache, self._index, self._lock, lambda: identity)
         except MemoryError as error:
             self.close()
             raise DeviceError(f"{path}: not enough memory on {device.name}; try a smaller context (-c)") from error
@@ -483,11 +489,47 @@ class LLM:
         for request in requests:
             self._scheduler.end(request, reason)
             self._stats = request.stats()
+            self._last_ids = request.token_ids
         if self._lock.acquire(blocking=False):
             try:
                 self._scheduler.drop_ended()
             finally:
                 self._lock.release()
+
+    def save_session(
+        self,
+        path: str | os.PathLike[str],
+        token_ids: Sequence[int] | None = None,
+        chat: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """Write what is kept of a conversation to a file, from which this or another process goes on. Other sequences
+        run meanwhile.
+
+        Args:
+            path: a file that was there is replaced when the new one is whole.
+            token_ids: the conversation; default: prompt and answer of the request that ended last.
+            chat: anything that JSON holds, for the program that loads it.
+
+        Raises:
+            UsageError: nothing of the conversation is kept.
+            SessionError: the file cannot be written.
+        """
+        ids = self._last_ids if token_ids is None else _token_ids(token_ids)
+        return self._open_sessions().save(Path(path), ids, chat or {})
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Make the rows of a session file known: prompts that begin like its tokens go on from them.
+
+        Raises:
+            SessionError: the file is damaged, or of another model or type of rows; nothing has changed.
+            ContextError: there is no room for its rows.
+        """
+        return self._open_sessions().load(Path(path))
+
+    def _open_sessions(self) -> Sessions:
+        if self._index is None:
+            raise UsageError("sessions need prefix_cache=True")
+        return self._sessions
 
     def interrupt(self) -> None:
         """End all generations soon. Safe in a signal handler."""

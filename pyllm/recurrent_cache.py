@@ -214,6 +214,16 @@ class RecurrentCache:
         positions = self.saved_positions(state)
         return [self._checkpoints.pop((state.epoch, position)) for position in positions]
 
+    def new_checkpoint(self, position: int) -> Checkpoint | None:
+        """A checkpoint whose values somebody will write before it is used; None where the budget has no room now."""
+        block = self.pool.take()
+        if block is None:
+            return None
+        values, marks = self._parts(block)
+        epoch = self._fresh_epoch()
+        marks[...] = epoch, position
+        return Checkpoint(position, epoch, block, values, marks)
+
     def drop(self, checkpoint: Checkpoint) -> None:
         """Give up a checkpoint that was handed over."""
         self.pool.give_back(checkpoint.block)
@@ -316,15 +326,19 @@ class RecurrentCache:
 
     def _copy_out(self, state: SequenceState, block: Block) -> Checkpoint:
         """Behind the work that is queued, while later work goes on; the row is not written before it has run."""
-        copies, size = self.device.copies, self.shape.row_size * ELEMENT_BYTES
-        values = block.memory[:size].view(np.float32)
-        marks = block.memory[size:].view(np.uint32).reshape(len(self.shape.layers), MARK_WIDTH)
+        copies, (values, marks) = self.device.copies, self._parts(block)
         copies.wait(self.device.record())
         copies.copy(self.rows.values[state.row], values)
         copies.copy(self.rows.marks[state.row], marks)
         self._copying[state.row] = done = copies.record()
         block.used(done)
         return Checkpoint(state.position, state.epoch, block, values, marks)
+
+    def _parts(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+        """Values and marks of a checkpoint."""
+        size = self.shape.row_size * ELEMENT_BYTES
+        marks = block.memory[size : self.bytes_per_checkpoint].view(np.uint32)
+        return block.memory[:size].view(np.float32), marks.reshape(len(self.shape.layers), MARK_WIDTH)
 
     def _copy_in(self, saved: Checkpoint, state: SequenceState, row: int) -> Event:
         """Into one of the state's rows, which becomes its present one; the other becomes nobody's. Returns the event of

@@ -64,6 +64,30 @@ class Taken:
     ready: Event | None = None
 
 
+@dataclass(frozen=True)
+class Held:
+    """What is known of some tokens, held so that it stays: pages and checkpoints.
+
+    Attributes:
+        token_ids: those that are known, `length` of them.
+        states: in order of position.
+    """
+
+    token_ids: tuple[int, ...]
+    pages: tuple[int, ...]
+    epochs: tuple[int, ...]
+    states: tuple[Checkpoint, ...]
+    page_size: int
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    def rows_of(self, index: int) -> int:
+        """Rows that its `index`-th page has."""
+        return min(self.page_size, self.length - index * self.page_size)
+
+
 class PrefixIndex:
     """The tree of one cache."""
 
@@ -112,17 +136,50 @@ class PrefixIndex:
         Args:
             token_ids: of the sequence's first rows at least; rows behind them are not kept.
         """
-        size, length = self._cache.page_size, min(seq.num_clean, len(token_ids))
+        length = min(seq.num_clean, len(token_ids))
         states = self._checkpoints(seq, length)
         if self._cache.recurrent is not None:
             length = max(states, default=0)  # rows behind the last checkpoint are of no use
+        self._add(token_ids[:length], seq.pages, seq.epochs, states)
+
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], saved: Sequence[Checkpoint]
+    ) -> None:
+        """Keep rows, and checkpoints, that were brought in. The caller holds the pages and lets them go afterwards."""
+        states = {one.position: one for one in saved}
+        self._add(token_ids, pages, epochs, states)
+
+    def hold(self, token_ids: Sequence[int]) -> Held:
+        """Hold what is known of the beginning of some tokens, until `let_go`."""
+        path, length = self._longest(token_ids)
+        for node in path:
+            self._cache.hold(node.page)
+        found = [saved for node in path for saved in node.states.values() if saved.position <= length]
+        states = sorted((saved for saved in found if saved.block.is_kept), key=lambda saved: saved.position)
+        for saved in states:
+            saved.block.num_pins += 1
+        pages, epochs = (node.page for node in path), (node.epoch for node in path)
+        return Held(tuple(token_ids[:length]), tuple(pages), tuple(epochs), tuple(states), self._cache.page_size)
+
+    def let_go(self, held: Held) -> None:
+        """The end of `hold`."""
+        for saved in held.states:
+            saved.block.num_pins -= 1
+        for page in held.pages:
+            self._cache.let_go(page)
+
+    def _add(
+        self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], states: dict[int, Checkpoint]
+    ) -> None:
+        """Make rows known; what is known already stays."""
+        size, length = self._cache.page_size, len(token_ids)
         node, now = self._root, next(self._clock)
         for index in range(self._cache.pages_for(length)):
             tokens = tuple(token_ids[index * size : min((index + 1) * size, length)])
             child = node.children.get(tokens) or self._covering(node, tokens)
             if child is None:
                 known = self._drop_covered(node, tokens)
-                child = _Node(tokens, seq.pages[index], seq.epochs[index], node, index * size, states=known)
+                child = _Node(tokens, pages[index], epochs[index], node, index * size, states=known)
                 self._cache.hold(child.page)
                 node.children[tokens] = child
             child.used = now

@@ -38,6 +38,7 @@ class Block:
     Attributes:
         memory: [block_bytes] uint8, for copies; hosts write it only before it is handed to one.
         array: the same, read-only.
+        num_pins: how many parts of the program rely on the content; it does not give way before they are done.
         is_kept: False when it gave way to another, or was given back: its content is somebody else's now.
     """
 
@@ -46,6 +47,7 @@ class Block:
         self.memory = buffer.memory
         self.array = buffer.array
         self.is_kept = True
+        self.num_pins = 0
         self._uses: list[Event] = []
 
     def used(self, until: Event) -> None:
@@ -55,8 +57,8 @@ class Block:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy uses it."""
-        return all(event.query() for event in self._uses)
+        """Whether no copy uses it, and nobody relies on it."""
+        return not self.num_pins and all(event.query() for event in self._uses)
 
     def wait(self) -> None:
         """Block until no copy uses it.

@@ -1,0 +1,344 @@
+"""Session files: what is saved by one engine is not computed by the next; what is damaged or foreign is not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyllm.device.emulated import EmulatedDevice
+from pyllm.device.host import HostDevice
+from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
+from pyllm.llm import LLM
+from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
+from tests.engine import greedy, open_engine, tokens
+from tests.refdata import model_path, quant_path, reference
+
+PLAIN, HYBRID = "llama-a-f32", "qwen3next-b-eqheads-bf16"
+IDS = {PLAIN: list(range(3, 80)), HYBRID: reference("qwen3next-b-eqheads")["n70_tokens"].tolist()}
+
+
+def engine(name: str, device: HostDevice | None = None, **options: Any) -> LLM:
+    return open_engine(
+        model_path(name), device, **{"ctx_size": 96, "page_size": 8, "prefix_cache": True, "ubatch_size": 32, **options}
+    )
+
+
+@pytest.fixture(params=[PLAIN, HYBRID])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def saved(name: str, tmp_path: Path) -> tuple[Path, list[int]]:
+    """A file, and the conversation that is in it."""
+    with engine(name) as llm:
+        prompt = IDS[name][:21]
+        answer = tokens(llm.generate(prompt, greedy(6)))
+        llm.save_session(tmp_path / "a.session", chat={"turns": ["héllo"]})
+    return tmp_path / "a.session", prompt + answer
+
+
+def same_as_fresh(llm: LLM, name: str, prompt: list[int]) -> None:
+    with engine(name, prefix_cache=False) as fresh:
+        assert tokens(llm.generate(prompt, greedy(8))) == tokens(fresh.generate(prompt, greedy(8)))
+
+
+def test_another_process_computes_new_tokens_only(saved: tuple[Path, list[int]], name: str) -> None:
+    path, ids = saved
+    with engine(name) as llm:
+        session = llm.load_session(path)
+        assert session.chat == {"turns": ["héllo"]} and session.token_ids == ids[: len(session.token_ids)]
+        prompt = [*ids, 9, 8, 7]
+        same_as_fresh(llm, name, prompt)
+        assert llm.stats["cached_tokens"] == len(session.token_ids) == len(ids) - 1
+        assert llm.stats["evaluated_tokens"] == 4
+
+
+def test_logits_of_restored_rows_are_those_that_were_saved(saved: tuple[Path, list[int]], name: str) -> None:
+    """Bit for bit, where the same pieces of the prompt are computed."""
+    path, ids = saved
+    prompt = [*ids, 9, 8]
+    params = greedy(4)
+    with engine(name) as llm:
+        llm.load_session(path)
+        restored = list(llm.generate(prompt, params))
+        again = tokens(llm.generate(prompt, params))
+        assert [chunk.token for chunk in restored] == again
+
+
+def test_files_are_private_and_leave_nothing_else(saved: tuple[Path, list[int]]) -> None:
+    path, _ = saved
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_session_goes_from_a_gpu_to_the_cpu(name: str, tmp_path: Path) -> None:
+    prompt = IDS[name][:10]
+    with engine(name, EmulatedDevice(), ubatch_size=16, kv_type="f16") as gpu:
+        answer = tokens(gpu.generate(prompt, greedy(2)))
+        gpu.save_session(tmp_path / "a")
+    with engine(name, kv_type="f16") as cpu:
+        length = len(cpu.load_session(tmp_path / "a").token_ids)
+        assert tokens(cpu.generate(prompt + answer, greedy(4)))
+        assert cpu.stats["cached_tokens"] == length >= len(prompt)
+
+
+def flips(path: Path) -> list[int]:
+    """Offsets in each section and in the header."""
+    with SessionReader(path) as reader:
+        start = reader._start
+        inside = [start + section.start + section.num_bytes // 2 for section in reader.sections.values()]
+        ends = [start + section.start for section in reader.sections.values()]
+    rng = np.random.default_rng(0)
+    return [0, 3, 8, 9, *rng.integers(8, start, 25).tolist(), *inside, *ends, path.stat().st_size - 1]
+
+
+def test_one_byte_that_differs_is_found(saved: tuple[Path, list[int]], name: str) -> None:
+    path, ids = saved
+    content = path.read_bytes()
+    with engine(name) as llm:
+        expected = tokens(llm.generate(ids[:9], greedy(5)))
+        free = llm._cache.num_free_pages
+        for offset in flips(path):
+            damaged = bytearray(content)
+            damaged[offset] ^= 1 << (offset % 8)
+            path.write_bytes(damaged)
+            with pytest.raises(SessionError) as raised:
+                llm.load_session(path)
+            assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+            assert llm._cache.num_free_pages == free
+        assert tokens(llm.generate(ids[:9], greedy(5))) == expected
+        path.write_bytes(content)
+        llm.load_session(path)
+
+
+def test_cut_files_are_refused(saved: tuple[Path, list[int]], name: str) -> None:
+    path, _ = saved
+    content = path.read_bytes()
+    with engine(name) as llm:
+        for size in [0, 1, 7, 8, 9, *np.linspace(10, len(content) - 1, 20).astype(int).tolist()]:
+            path.write_bytes(content[:size])
+            with pytest.raises(SessionError, match=r"cut off|ends in|damaged"):
+                llm.load_session(path)
+        path.write_bytes(content + b"x")
+        with pytest.raises(SessionError, match="its header says"):
+            llm.load_session(path)
+
+
+def test_foreign_files_are_refused(name: str, tmp_path: Path) -> None:
+    with engine(name) as llm:
+        for content in (b"", b"GGUF" + bytes(100), b"{}" * 50, struct.pack("<Q", 2) + b"{}", os.urandom(1000)):
+            (tmp_path / "x").write_bytes(content)
+            with pytest.raises(SessionError, match=r"x: "):
+                llm.load_session(tmp_path / "x")
+        with pytest.raises(SessionError, match="No such file"):
+            llm.load_session(tmp_path / "none")
+        with pytest.raises(SessionError, match="directory"):
+            llm.load_session(tmp_path)
+
+
+def rewritten(path: Path, **metadata: str) -> None:
+    """The same sections with other metadata, and right checksums."""
+    with SessionReader(path) as reader:
+        sections = [Section(s.name, s.dtype, s.shape) for s in reader.sections.values() if s.name != "checksums"]
+        contents = [np.empty(section.num_bytes, np.uint8) for section in sections]
+        for section, content in zip(sections, contents, strict=True):
+            reader.read(section.name, content)
+        known = {**reader.metadata, **metadata}
+    with SessionWriter(path, sections, known) as writer:
+        for content in contents:
+            writer.write(content)
+
+
+def test_newer_files_are_refused_by_their_version(saved: tuple[Path, list[int]], name: str) -> None:
+    path, _ = saved
+    rewritten(path, version="2")
+    with engine(name) as llm, pytest.raises(SessionError, match=r"version 2.*reads version 1; it needs a newer pyllm"):
+        llm.load_session(path)
+
+
+@pytest.mark.parametrize("rows", ['{"num_rows": 5}', "[]", '{"num_rows": 26, "first_position": 4, "shifted": true}'])
+def test_rows_of_other_positions_are_refused(saved: tuple[Path, list[int]], name: str, rows: str) -> None:
+    rewritten(saved[0], rows=rows)
+    with engine(name) as llm, pytest.raises(SessionError, match=r"does not hold|no 'rows'"):
+        llm.load_session(saved[0])
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    with engine(PLAIN) as llm:
+        tokens(llm.generate(IDS[PLAIN][:20], greedy(2)))
+        llm.save_session(tmp_path / "s")
+    for other, words in (
+        (engine(PLAIN, kv_type="f16"), "type of K/V rows: 'f32', not 'f16'"),
+        (engine(PLAIN, page_size=16), "page size: '8', not '16'"),
+        (engine("qwen3-a-bf16"), "architecture: 'llama', not 'qwen3'"),
+        (open_engine(quant_path("llama-q-Q4_0"), prefix_cache=True, page_size=8), "model|quantisation"),
+    ):
+        with other, pytest.raises(SessionError, match=words):
+            other.load_session(tmp_path / "s")
+
+
+def test_a_model_with_one_other_weight_is_another(tmp_path: Path) -> None:
+    with engine(PLAIN) as llm:
+        tokens(llm.generate(IDS[PLAIN][:20], greedy(2)))
+        llm.save_session(tmp_path / "s")
+    changed = bytearray(model_path(PLAIN).read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / "m.gguf").write_bytes(changed)
+    with (
+        open_engine(tmp_path / "m.gguf", prefix_cache=True, page_size=8) as other,
+        pytest.raises(SessionError, match="another model: the weights differ"),
+    ):
+        other.load_session(tmp_path / "s")
+    shutil.copy(model_path(PLAIN), tmp_path / "copy.gguf")
+    with open_engine(tmp_path / "copy.gguf", prefix_cache=True, page_size=8) as same:
+        same.load_session(tmp_path / "s")
+
+
+def test_a_session_that_does_not_fit_is_refused(saved: tuple[Path, list[int]], name: str) -> None:
+    with engine(name, ctx_size=16) as llm:
+        with pytest.raises(ContextError, match="make the context larger"):
+            llm.load_session(saved[0])
+        assert llm._cache.num_free_pages == llm._cache.num_pages
+        assert tokens(llm.generate(saved[1][:9], greedy(3)))
+
+
+def test_a_full_disk_leaves_the_old_file(
+    saved: tuple[Path, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ids = saved
+    before = path.read_bytes()
+    put, calls = SessionWriter._put, iter(range(1000))
+
+    def fail_late(self: SessionWriter, data: Any) -> None:
+        if next(calls) == 3:
+            raise OSError(28, "No space left on device")
+        put(self, data)
+
+    with engine(name) as llm:
+        tokens(llm.generate(ids, greedy(3)))
+        monkeypatch.setattr(SessionWriter, "_put", fail_late)
+        with pytest.raises(SessionError, match="cannot be written: No space left"):
+            llm.save_session(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+KILLED_WRITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import numpy as np
+from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
+
+path = Path(sys.argv[1])
+sections = [Section("tokens", "I32", (4,)), *(Section(f"page.{i}", "U8", (100_000,)) for i in range(20))]
+
+def write(number):
+    with SessionWriter(path, sections, {"number": str(number)}) as writer:
+        writer.write(np.full(4, number, np.int32))
+        for _ in range(20):
+            writer.write(np.full(100_000, number % 256, np.uint8))
+
+started = time.perf_counter()
+write(0)
+seconds = time.perf_counter() - started
+whole = 0
+for number in range(1, 51):
+    child = os.fork()
+    if not child:
+        while True:
+            write(number)
+    time.sleep(random.Random(number).uniform(0, 3 * seconds))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with SessionReader(path) as reader:
+        found = int(reader.metadata["number"])
+        memory = np.empty(100_000, np.uint8)
+        for i in range(20):
+            reader.check(f"page.{i}", reader.read(f"page.{i}", memory))
+            assert (memory == found % 256).all()
+        whole += found == number
+print(whole, len(list(path.parent.iterdir())))
+"""
+
+
+def test_a_killed_process_leaves_whole_files(tmp_path: Path) -> None:
+    """kill -9 at 50 points of saves; what lies under the name is the old file or the new one."""
+    command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path / "s")]
+    whole, entries = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert 0 < int(whole) <= 50 and int(entries) > 1  # some were killed in the middle
+
+
+def test_nothing_of_others_is_in_a_file(name: str, tmp_path: Path) -> None:
+    """Rows behind the last token of its last page may be anybody's: they are zero."""
+    with engine(name, n_seqs=1) as llm:
+        tokens(llm.generate(IDS[name][:40], greedy(1)))  # fills pages
+        assert llm._index is not None
+        llm._index.clear()
+        llm._device.poison = False
+        tokens(llm.generate(IDS[name][50:61], greedy(1)))
+        length = len(llm.save_session(tmp_path / "s").token_ids)
+        copies = llm._sessions._copies
+    with SessionReader(tmp_path / "s") as reader:
+        last = f"page.{(length - 1) // 8}"
+        memory = np.zeros(copies.num_bytes, np.uint8)
+        reader.read(last, memory)
+    for part in copies._views(memory)[:2]:
+        assert (part[:, (length - 1) % 8 + 1 :] == 0).all() and part.any()
+
+
+def test_rows_under_a_wrong_tag_are_not_saved(name: str, tmp_path: Path) -> None:
+    with engine(name) as llm:
+        tokens(llm.generate(IDS[name][:20], greedy(2)))
+        assert llm._index is not None
+        held = llm._index.hold(IDS[name][:20])
+        llm._cache.tags[0, held.pages[1] * 8] += 1
+        llm._index.let_go(held)
+        with pytest.raises(UsageError, match=r"page 1 .*not its own"):
+            llm.save_session(tmp_path / "s")
+    assert not list(tmp_path.iterdir())
+
+
+def test_others_run_while_a_session_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    with engine(name, n_seqs=2, ctx_size=160) as llm:
+        tokens(llm.generate(IDS[name][:40], greedy(2)))
+        other = llm.generate(IDS[name][50:60], greedy(60))
+        expected = [next(other).token for _ in range(5)]
+        llm.save_session(tmp_path / "s", IDS[name][:40])
+        expected += [next(other).token for _ in range(5)]
+        llm.load_session(tmp_path / "s")
+        expected += tokens(other)
+    with engine(name, ctx_size=160) as fresh:
+        assert tokens(fresh.generate(IDS[name][50:60], greedy(60))) == expected
+
+
+def test_without_a_cache_there_are_no_sessions(tmp_path: Path) -> None:
+    with engine(PLAIN, prefix_cache=False) as llm, pytest.raises(UsageError, match="prefix_cache=True"):
+        llm.save_session(tmp_path / "s")
+    with engine(PLAIN) as llm, pytest.raises(UsageError, match="nothing to save"):
+        llm.save_session(tmp_path / "s")
+
+
+def test_other_tools_can_read_the_container(saved: tuple[Path, list[int]]) -> None:
+    content = saved[0].read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    start, stop = header["tokens"]["data_offsets"]
+    ids = np.frombuffer(content[8 + length :][start:stop], "<i4")
+    assert ids.tolist() == saved[1][: len(ids)]
+    assert max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__") == len(content) - (
+        8 + length
+    )
+
+
+def test_errors_are_of_one_kind() -> None:
+    assert issubclass(SessionError, PyllmError)
