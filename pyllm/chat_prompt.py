@@ -15,6 +15,7 @@ characters are told apart by where they come from (`template_marks`). What holds
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,23 +28,43 @@ def encode_chat(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
+    answers: Sequence[Sequence[int]] = (),
     **template_args: Any,
 ) -> list[int]:
     """Token ids of a conversation, ready to be continued; one BOS at most.
 
     Args:
         add_generation_prompt: with what begins the assistant's turn.
+        answers: token ids of the assistant's messages, in order, as they were generated. Where the template writes a
+            message as these tokens say it, they stand for it: another text encodes in many ways.
 
     Raises:
         TemplateError: the template refuses the messages.
     """
     ids: list[int] = []
     template_args = {**template_args, "add_generation_prompt": add_generation_prompt}
+    known = deque(_known_answers(tokenizer, messages, answers))
     for piece in template.pieces(messages, tokenizer.controls, **template_args):
         if isinstance(piece, int):
             ids.append(piece)
-        else:
-            ids += tokenizer.encode(piece, add_special=False, parse_special=False)
+            continue
+        while known and (start := piece.rfind(known[0][0])) >= 0:
+            text, answer = known.popleft()
+            ids += [*tokenizer.encode(piece[:start], add_special=False, parse_special=False), *answer]
+            piece = piece[start + len(text) :]
+        ids += tokenizer.encode(piece, add_special=False, parse_special=False)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids.insert(0, tokenizer.bos_id)
     return ids
+
+
+def _known_answers(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], answers: Sequence[Sequence[int]]
+) -> list[tuple[str, Sequence[int]]]:
+    """Texts of the assistant's messages with the tokens that say just that, control tokens not among them."""
+    said = [message.get("content") for message in messages if message.get("role") == "assistant"]
+    return [
+        (text, ids)
+        for text, ids in zip(said, answers, strict=False)
+        if text and ids and not any(map(tokenizer.is_control, ids)) and tokenizer.decode(ids) == text
+    ]

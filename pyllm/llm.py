@@ -375,12 +375,16 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
+        *,
+        answers: Sequence[Sequence[int]] = (),
         **template_args: Any,
     ) -> Iterator[Chunk]:
         """Answer the last message of a conversation.
 
         Args:
             messages: mappings with "role" and "content". Special-token strings in them are plain text.
+            answers: token ids of the assistant's messages, in order, as they were generated; with them the beginning of
+                a conversation that was kept matches, however its text would be encoded.
             template_args: further variables for the template.
 
         Yields:
@@ -389,6 +393,7 @@ class LLM:
         Raises:
             TemplateError: the template is malformed, or refuses the messages.
         """
+        template_args["answers"] = answers
         ids = self.chat_tokens(messages, **template_args)
         return self._stream(self._request(ids, params, self._turn_start(ids, messages, template_args)))
 
@@ -554,9 +559,11 @@ class LLM:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """Counts and times of the request that ended last: prompt_tokens, generated_tokens, prefill_seconds,
-        decode_seconds, finish_reason, seed."""
-        return dict(self._stats)
+        """Counts and times of the request that ended last: prompt_tokens, of which cached_tokens were there already and
+        evaluated_tokens were computed; generated_tokens, prefill_seconds, decode_seconds, finish_reason, seed. And
+        "memory": of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
+        pools = {} if self._cache.recurrent is None else {"checkpoints": self._cache.recurrent.pool}
+        return {**self._stats, "memory": {name: pool.stats() for name, pool in pools.items()}} if self._stats else {}
 
     @property
     def weights(self) -> Weights:

@@ -49,6 +49,12 @@ class Answer:
                 sys.stdout.write("\n")
 
 
+def said(llm: LLM, answer: Answer) -> tuple[int, ...]:
+    """The tokens that say what was shown: without an end token."""
+    ids = answer.tokens
+    return tuple(ids[:-1] if ids and llm.tokenizer.is_eog(ids[-1]) else ids)
+
+
 def introduce(llm: LLM, ctx_size: int | None) -> None:
     """Tell which device was taken, and whether the wanted context was."""
     note(f"Device: {llm.device_description}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pyllm.commands import INTERRUPTED
-from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, introduce, summary, why_cut_off
+from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, introduce, said, summary, why_cut_off
 from pyllm.commands.console import note
 from pyllm.commands.line import at_terminal, read_line
 from pyllm.commands.models import local_model, model_argument
@@ -21,9 +21,12 @@ from pyllm.commands.options import (
     cache_options,
     engine_options,
     sampling_options,
+    session_option,
     taken,
 )
 from pyllm.commands.prompt import checked_text, read_stdin
+from pyllm.commands.session_commands import SessionCommands, resumed
+from pyllm.conversation import Conversation
 from pyllm.errors import ContextError, PyllmError, SamplingError, StaleKVError, TemplateError
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class ChatOptions:
 
     model: str
     system: str | None
+    session: str | None
     sampling: SamplingOptions
     engine: EngineOptions
     cache: CacheOptions
@@ -49,6 +53,7 @@ class ChatOptions:
 @click.command("chat")
 @model_argument
 @click.option("--system", metavar="TEXT", help="System message, put before the conversation by the chat template.")
+@session_option
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
 @cache_options
 @sampling_options
@@ -59,6 +64,14 @@ def command(**values: Any) -> None:
     which the conversation keeps what was shown. Ctrl-D, or Ctrl-C twice, ends the program.
 
     \b
+    /save NAME     save the conversation, with all that was computed; NAME may be a path
+    /load NAME     go on with a saved one: nothing of it is computed again
+    /sessions      list the saved ones
+    /undo          take the last question back
+    /regen         another answer to the last question
+    /edit TEXT     put TEXT in the place of the last question
+    /fork          go on in a copy; /fork N: back to branch N
+    /stats         how full the context is, what was computed and how fast
     /clear         forget the conversation
     /system TEXT   set the system message; without TEXT, remove it
     /exit          end
@@ -84,27 +97,14 @@ def run(options: ChatOptions) -> int:
         return 0
     with options.engine.open(local_model(options.model), **options.cache.engine()) as llm:
         introduce(llm, options.engine.ctx_size)
-        chat = Chat(llm, conversation, options.sampling)
+        conversation = resumed(llm, options.session, conversation)
+        chat = Chat(llm, conversation, options.sampling, options.session)
         if from_terminal:
-            return chat.run()
-        return INTERRUPTED if chat.answer(question).finish_reason == "interrupted" else 0
-
-
-@dataclass
-class Conversation:
-    """What the model sees: the system message, then questions and answers in turn."""
-
-    system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
-
-    def asking(self, question: str) -> list[dict[str, str]]:
-        """All messages, and one more of the user."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, *self.turns, {"role": "user", "content": question}]
-
-    def add(self, question: str, answer: str) -> None:
-        """Remember a question that was answered."""
-        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            status = chat.run()
+        else:
+            status = INTERRUPTED if chat.answer(question).finish_reason == "interrupted" else 0
+        chat.sessions.save_at_end()
+        return status
 
 
 class Chat:
@@ -113,9 +113,12 @@ class Chat:
     Every answer has a seed of its own, counted up from the first one's: the same lines give the same conversation.
     """
 
-    def __init__(self, llm: LLM, conversation: Conversation, sampling: SamplingOptions) -> None:
+    def __init__(
+        self, llm: LLM, conversation: Conversation, sampling: SamplingOptions, session: str | None = None
+    ) -> None:
         self._llm = llm
-        self._conversation = conversation
+        self.conversation = conversation
+        self.sessions = SessionCommands(llm, self, session)
         self._sampling = sampling
         self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         if sampling.seed is None and sampling.temperature != 0:
@@ -123,6 +126,7 @@ class Chat:
         self._answers = 0
         self._ended = False
         self._commands: dict[str, Callable[[str], None]] = {
+            **self.sessions.table(),
             "/clear": self._clear,
             "/system": self._set_system,
             "/exit": self._exit,
@@ -162,11 +166,15 @@ class Chat:
             name, _, rest = line.partition(" ")
             self._commands.get(name, self._refuse)(rest.strip())
         elif line.strip():
-            try:
-                self.answer(line.strip())
-            except _PASSING as error:
-                note(f"Error: {error}")
-                note("The question was taken back" + self._advice(isinstance(error, ContextError)))
+            self.ask(line.strip())
+
+    def ask(self, question: str) -> None:
+        """Answer a question, or say why not."""
+        try:
+            self.answer(question)
+        except _PASSING as error:
+            note(f"Error: {error}")
+            note("The question was taken back" + self._advice(isinstance(error, ContextError)))
 
     def answer(self, question: str) -> Answer:
         """Answer one question, showing the answer as it comes.
@@ -177,14 +185,15 @@ class Chat:
         params = self._sampling.params(seed=(self._seed + self._answers) % 2**64)
         answer = Answer()
         with ctrl_c_ends_generation(self._llm) as until_pressed:
-            chunks = self._llm.chat(self._conversation.asking(question), params)
+            answers = self.conversation.answers()
+            chunks = self._llm.chat(self.conversation.asking(question), params, answers=answers)
             answer.collect(until_pressed(chunks), show=True)
         self._answers += 1
         if answer.finish_reason == "interrupted" and not answer.text:
             # Without an answer two questions would follow each other, which many templates refuse.
             note("Interrupted; the question was taken back")
             return answer
-        self._conversation.add(question, answer.text)
+        self.conversation.add(question, answer.text, said(self._llm, answer))
         self._report(answer)
         return answer
 
@@ -197,16 +206,16 @@ class Chat:
         note(f"{summary(stats, Timings.of(0.0, stats))}; {used} of {self._llm.ctx_size} tokens of context used")
 
     def _advice(self, full: bool) -> str:
-        return "; /clear starts a new conversation" if full and self._conversation.turns else ""
+        return "; /clear starts a new conversation" if full and self.conversation.turns else ""
 
     # /commands
 
     def _clear(self, rest: str) -> None:
-        self._conversation.turns.clear()
+        self.conversation.turns.clear()
         note("A new conversation")
 
     def _set_system(self, rest: str) -> None:
-        self._conversation.system = rest or None
+        self.conversation.system = rest or None
         note("System message set" if rest else "System message removed")
 
     def _exit(self, rest: str) -> None:

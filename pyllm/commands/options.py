@@ -258,6 +258,12 @@ class CacheOptions:
         return {"prefix_cache": not self.no_cache, **_given(self, "no_cache")}
 
 
+session_option = click.option(
+    "--session",
+    metavar="NAME",
+    help="Go on with a saved conversation, or begin one, and save it at the end. NAME may be a path.",
+)
+
 cache_options = _together(
     click.option(
         "--cache-ram",

@@ -10,11 +10,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyllm.commands import INTERRUPTED
-from pyllm.commands.answer import Answer, Timings, as_json, ctrl_c_ends_generation, introduce, summary, why_cut_off
+from pyllm.commands.answer import (
+    Answer,
+    Timings,
+    as_json,
+    ctrl_c_ends_generation,
+    introduce,
+    said,
+    summary,
+    why_cut_off,
+)
 from pyllm.commands.console import note
 from pyllm.commands.models import local_model, model_and_text, model_argument
-from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
+from pyllm.commands.options import (
+    SIZE,
+    EngineOptions,
+    SamplingOptions,
+    engine_options,
+    sampling_options,
+    session_option,
+    taken,
+)
 from pyllm.commands.prompt import checked_text, read_prompt
+from pyllm.commands.session_commands import resumed, save
+from pyllm.conversation import Conversation
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
@@ -33,6 +52,7 @@ class RunOptions:
     parse_special: bool
     json: bool
     logprobs: int | None
+    session: str | None
     sampling: SamplingOptions
     engine: EngineOptions
 
@@ -46,6 +66,8 @@ class RunOptions:
             raise click.UsageError("--parse-special needs --raw: in a chat, special tokens are the template's alone")
         if self.system is not None and self.raw:
             raise click.UsageError("--system has no place without the chat template; leave out --raw")
+        if self.session is not None and self.raw:
+            raise click.UsageError("--session keeps conversations: leave out --raw")
         if self.logprobs is not None and not self.json:
             raise click.UsageError("--logprobs needs --json, where they are shown")
 
@@ -61,6 +83,7 @@ class RunOptions:
 @click.option(
     "--logprobs", metavar="N", type=SIZE, help="With --json: log-probabilities of each token and of the N likeliest."
 )
+@session_option
 @engine_options("Tokens that prompt and answer may have together. [default: 4096]")
 @sampling_options
 def command(**values: Any) -> None:
@@ -89,28 +112,32 @@ def run(options: RunOptions) -> int:
     params = options.sampling.params(logprobs=options.logprobs or 0)
     path = local_model(options.model)
     started = time.perf_counter()
-    with options.engine.open(path) as llm:
+    more = {"prefix_cache": True} if options.session is not None else {}
+    with options.engine.open(path, **more) as llm:
         load_seconds = time.perf_counter() - started
         answer = Answer()
+        begun = Conversation(None if options.system is None else checked_text(options.system, "--system"))
         with ctrl_c_ends_generation(llm) as until_pressed:
             introduce(llm, options.engine.ctx_size)
-            answer.collect(until_pressed(_chunks(llm, prompt, params, options)), show=not options.json)
+            conversation = resumed(llm, options.session, begun)
+            chunks = _chunks(llm, prompt, params, options, conversation)
+            answer.collect(until_pressed(chunks), show=not options.json)
         timings = Timings.of(load_seconds, llm.stats)
         if options.json:
             click.echo(as_json(llm, options.model, answer, timings))
         _report(llm, answer, timings, options)
+        if options.session is not None and answer.text:
+            conversation.add(prompt, answer.text, said(llm, answer))
+            save(llm, options.session, conversation)
     return INTERRUPTED if answer.finish_reason == "interrupted" else 0
 
 
-def _chunks(llm: LLM, prompt: str, params: SamplingParams, options: RunOptions) -> Iterator[Chunk]:
+def _chunks(
+    llm: LLM, prompt: str, params: SamplingParams, options: RunOptions, conversation: Conversation
+) -> Iterator[Chunk]:
     if not options.raw:
-        return llm.chat(_messages(prompt, options.system), params)
+        return llm.chat(conversation.asking(prompt), params, answers=conversation.answers())
     return llm.generate(llm.tokenize(prompt, parse_special=options.parse_special), params)
-
-
-def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    before = [] if system is None else [{"role": "system", "content": checked_text(system, "--system")}]
-    return [*before, {"role": "user", "content": prompt}]
 
 
 def _report(llm: LLM, answer: Answer, timings: Timings, options: RunOptions) -> None:

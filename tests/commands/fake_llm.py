@@ -41,10 +41,14 @@ class FakeLLM:
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[Any]:
         return [text, add_special, parse_special]
 
+    def is_eog(self, token: int) -> bool:
+        return token == 3
+
     def decode(self, ids: Sequence[int], continues: bool = False) -> str:
         return "".join(f"<{token}>" for token in ids)
 
-    def chat(self, messages: Any, params: SamplingParams) -> Iterator[Chunk]:
+    def chat(self, messages: Any, params: SamplingParams, answers: Any = ()) -> Iterator[Chunk]:
+        self.answers = answers
         return self._answer(("chat", messages), params)
 
     def generate(self, ids: Any, params: SamplingParams) -> Iterator[Chunk]:

@@ -30,7 +30,8 @@ class Recorder(FakeLLM):
     all_params: list[SamplingParams]
     failures: dict[int, Exception]
 
-    def chat(self, messages: Any, params: SamplingParams) -> Iterator[Chunk]:
+    def chat(self, messages: Any, params: SamplingParams, answers: Any = ()) -> Iterator[Chunk]:
+        self.answers = answers
         self.asked.append([dict(message) for message in messages])
         self.all_params.append(params)
         return self._failing(self._answer(("chat", messages), params), self.failures.get(len(self.asked)))
@@ -152,7 +153,8 @@ def test_exit(chat: Chat) -> None:
 @pytest.mark.parametrize("line", ["/", "/nosuch", "/clear2", "/etc/passwd is what?"])
 def test_unknown_commands_are_refused_with_a_list(chat: Chat, line: str) -> None:
     result = chat(line, " /etc is a message")
-    assert "There are /clear, /system, /exit; a message that begins with / needs a space before it\n" in result.stderr
+    commands = "/save, /load, /sessions, /undo, /regen, /edit, /fork, /stats, /clear, /system, /exit"
+    assert f"There are {commands}; a message that begins with / needs a space before it\n" in result.stderr
     assert Recorder.asked == [[user("/etc is a message")]]
 
 

@@ -1,0 +1,224 @@
+"""What `pyllm chat` does with whole conversations: sessions, taking turns back, branches, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pyllm.commands.answer import Timings
+from pyllm.commands.console import note, size_text
+from pyllm.conversation import Conversation
+from pyllm.errors import PyllmError, SessionError
+from pyllm.prompt_cache.folder import SUFFIX, ready_path, session_files, session_path, sessions_dir
+
+if TYPE_CHECKING:
+    from pyllm.llm import LLM
+
+_METER = 20  # characters
+
+
+class Asker(Protocol):
+    """The chat, as the commands see it."""
+
+    conversation: Conversation
+
+    def ask(self, question: str) -> None:
+        """Answer a question, or say why not."""
+
+
+def load(llm: LLM, name: str) -> Conversation | None:
+    """Bring a session back; None where there is none of that name yet.
+
+    Raises:
+        SessionError: it is damaged, or of another model; nothing has changed.
+        ContextError: it does not fit.
+    """
+    path = session_path(name)
+    if not path.exists():
+        return None
+    session = llm.load_session(path)
+    try:
+        conversation = Conversation.from_json(session.chat)
+    except ValueError as error:
+        raise SessionError(f"{path}: {error}; it was saved by another program") from None
+    turns = len(conversation.turns)
+    note(
+        f"Session {name}: {turns} turn{'' if turns == 1 else 's'}, {len(session.token_ids)} tokens that need not be "
+        f"computed ({size_text(session.num_bytes)})"
+    )
+    return conversation
+
+
+def resumed(llm: LLM, session: str | None, begun: Conversation) -> Conversation:
+    """The conversation of a session; of none, or one that is not there yet, the one that was begun. A system message
+    that was given now counts."""
+    conversation = (load(llm, session) if session is not None else None) or begun
+    if begun.system is not None:
+        conversation.system = begun.system
+    return conversation
+
+
+def save(llm: LLM, name: str, conversation: Conversation) -> None:
+    """Write a session.
+
+    Raises:
+        UsageError: nothing of the conversation is kept.
+        SessionError: it cannot be written.
+    """
+    path = ready_path(name)
+    ids = llm.chat_tokens(conversation.messages(), answers=conversation.answers(), add_generation_prompt=False)
+    session = llm.save_session(path, ids, conversation.to_json())
+    note(f"Saved {len(session.token_ids)} tokens in {path} ({size_text(session.num_bytes)})")
+
+
+class SessionCommands:
+    """The commands of one chat.
+
+    Args:
+        name: of the session that the chat was opened with.
+    """
+
+    def __init__(self, llm: LLM, chat: Asker, name: str | None) -> None:
+        self._llm = llm
+        self._chat = chat
+        self.name = name
+        self._saved: Conversation | None = chat.conversation.copy() if name else None
+        self._branches = [chat.conversation]
+
+    def table(self) -> dict[str, Callable[[str], None]]:
+        """What each command does with the rest of its line."""
+        return {
+            "/save": self._told(self._save),
+            "/load": self._told(self._load),
+            "/sessions": self._list,
+            "/undo": self._undo,
+            "/regen": self._regen,
+            "/edit": self._edit,
+            "/fork": self._fork,
+            "/stats": self._stats,
+        }
+
+    def save_at_end(self) -> None:
+        """Save the chat's own session, where it has one that has changed.
+
+        Raises:
+            PyllmError: it cannot be saved.
+        """
+        if self.name and self._chat.conversation.turns and self._chat.conversation != self._saved:
+            save(self._llm, self.name, self._chat.conversation)
+
+    def _told(self, command: Callable[[str], None]) -> Callable[[str], None]:
+        def run(rest: str) -> None:
+            try:
+                command(rest)
+            except PyllmError as error:
+                note(f"Error: {error}")
+            except KeyboardInterrupt:
+                note("Interrupted; nothing was saved or loaded")
+
+        return run
+
+    def _save(self, rest: str) -> None:
+        name = rest or self.name
+        if not name:
+            note("Give it a name: /save NAME, or a path")
+        elif not self._chat.conversation.turns:
+            note("There is nothing to save yet")
+        else:
+            save(self._llm, name, self._chat.conversation)
+            self.name, self._saved = name, self._chat.conversation.copy()
+
+    def _load(self, rest: str) -> None:
+        name = rest or self.name
+        if not name:
+            note("Which one? /load NAME; /sessions lists them")
+            return
+        conversation = load(self._llm, name)
+        if conversation is None:
+            note(f"There is no session {name}; /sessions lists them")
+            return
+        self._become(conversation)
+        self.name, self._saved = name, conversation.copy()
+
+    def _list(self, rest: str) -> None:
+        files = session_files(sessions_dir())
+        for path in files:
+            note(f"{path.name.removesuffix(SUFFIX)}  {size_text(_size(path))}")
+        if not files:
+            note(f"There are none in {sessions_dir()}; /save NAME makes one")
+
+    def _undo(self, rest: str) -> None:
+        turns = self._chat.conversation.turns
+        if turns:
+            note(f"Taken back: {_short(turns.pop().question)}")
+        else:
+            note("There is nothing to take back")
+
+    def _regen(self, rest: str) -> None:
+        self._ask_again("There is no answer yet")
+
+    def _edit(self, rest: str) -> None:
+        if rest:
+            self._ask_again("There is no question yet", rest)
+        else:
+            note("/edit TEXT puts TEXT in the place of the last question")
+
+    def _ask_again(self, nothing: str, question: str | None = None) -> None:
+        """The last question, or another in its place. Without an answer the conversation is as it was."""
+        turns = self._chat.conversation.turns
+        if not turns:
+            note(nothing)
+            return
+        last = turns.pop()
+        self._chat.ask(question or last.question)
+        if self._chat.conversation.turns is turns and (not turns or turns[-1].question != (question or last.question)):
+            turns.append(last)
+
+    def _fork(self, rest: str) -> None:
+        """A copy that grows by itself, or back to another branch."""
+        here = next(i for i, one in enumerate(self._branches) if one is self._chat.conversation)
+        if not rest:
+            self._become(self._chat.conversation.copy(), keep=True)
+            note(f"Branch {len(self._branches)}, a copy of {here + 1}; /fork {here + 1} goes back")
+        elif rest.isdecimal() and 1 <= int(rest) <= len(self._branches):
+            self._chat.conversation = self._branches[int(rest) - 1]
+            note(f"Branch {int(rest)}, {len(self._chat.conversation.turns)} turns")
+        else:
+            note(f"There are branches 1 to {len(self._branches)}; /fork alone makes another")
+
+    def _become(self, conversation: Conversation, keep: bool = False) -> None:
+        here = next(i for i, one in enumerate(self._branches) if one is self._chat.conversation)
+        self._chat.conversation = conversation
+        if keep:
+            self._branches.append(conversation)
+        else:
+            self._branches[here] = conversation
+
+    def _stats(self, rest: str) -> None:
+        stats = self._llm.stats
+        if not stats:
+            note("Nothing was computed yet")
+            return
+        used, size = stats["prompt_tokens"] + stats["generated_tokens"], self._llm.ctx_size
+        filled = round(_METER * min(1, used / size))
+        note(f"Context  [{'#' * filled}{'.' * (_METER - filled)}] {used} of {size} tokens")
+        cached, prompt = stats.get("cached_tokens", 0), stats["prompt_tokens"]
+        note(f"Prompt   {prompt} tokens, {cached} of them from before ({100 * cached / max(prompt, 1):.0f} %)")
+        timings = Timings.of(0.0, stats)
+        note(f"Prefill  {timings.prefill_seconds:.2f} s, {timings.prefill_tokens_per_second:.1f} tokens/s")
+        note(f"Decode   {timings.decode_seconds:.2f} s, {timings.decode_tokens_per_second:.1f} tokens/s")
+        for name, pool in stats.get("memory", {}).items():
+            in_use, most, budget = (size_text(pool[key]) for key in ("bytes", "high_water_bytes", "budget_bytes"))
+            note(f"{name.capitalize():8} {in_use} of the host's memory, at most {most} so far, {budget} allowed")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,67 @@
+"""Where session files with a name lie: pyllm/sessions in the user's cache folder, which only the user can read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pyllm.errors import SessionError, UsageError
+from pyllm.hub import models_dir
+
+SUFFIX = ".session"
+_NAME = re.compile(r"[\w][\w .+@-]{0,99}")
+
+
+def sessions_dir() -> Path:
+    """The folder. May not exist yet."""
+    return models_dir().parent / "sessions"
+
+
+def session_path(name: str) -> Path:
+    """The file that a user means: a path (with a slash, or ending in .session), else a name in the folder.
+
+    Raises:
+        UsageError: neither.
+    """
+    if "/" in name or name.endswith(SUFFIX):
+        return Path(name)
+    if _NAME.fullmatch(name) is None:
+        shown = f"{name[:100]!r} is no name for a session"
+        raise UsageError(f"{shown}; use letters, digits, spaces and . + @ - _, or a path")
+    return sessions_dir() / f"{name}{SUFFIX}"
+
+
+def ready_path(name: str) -> Path:
+    """`session_path`, with the folder made where a name is meant.
+
+    Raises:
+        UsageError: no name for a session.
+        SessionError: the folder cannot be made.
+    """
+    path = session_path(name)
+    if path.parent == sessions_dir():
+        make_private(path.parent)
+    return path
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only the user can read; one that is there becomes so.
+
+    Raises:
+        SessionError: it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & 0o077:
+            os.chmod(folder, 0o700)
+    except OSError as error:
+        raise SessionError(f"{folder}: the folder cannot be made: {error.strerror}") from error
+
+
+def session_files(folder: Path) -> list[Path]:
+    """All session files in a folder, by name; none where there is no folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
+    except OSError:
+        return []
