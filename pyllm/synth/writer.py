@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -20,6 +24,7 @@ from pyllm.synth.shapes import Shape, SynthTensor
 from pyllm.synth.vocabulary import CHAT_TEMPLATE, make_vocabulary
 
 ALIGNMENT = 32
+MOST_WRITERS = 16
 HEADER_BYTES = 16 << 20  # more than the keys of the largest vocabulary take
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12}
 _FILE_TYPES |= {"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}  # general.file_type
@@ -73,16 +78,46 @@ def write_model(
     _check_room(path, total + HEADER_BYTES)
     with _part_of(path) as part:
         _write_header(part, shape, quant, plan)
-        with open(part, "ab") as file:
-            done = 0
-            for index, layout in enumerate(plan):
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                for piece in _pieces(layout, np.random.SeedSequence([seed, index])):
-                    file.write(piece.data)
-                    done += piece.nbytes
-                    progress(done, total)
-            file.write(bytes(-file.tell() % ALIGNMENT))
+        with open(part, "r+b") as file:
+            _write_tensors(file.fileno(), part.stat().st_size, plan, seed, progress)
     return plan
+
+
+def _write_tensors(file: int, start: int, plan: list[Layout], seed: int, progress: Callable[[int, int], None]) -> None:
+    """Draw and write all tensors, several at the same time, each at its place; the first one begins at `start`."""
+    total, stop = sum(layout.num_bytes for layout in plan), threading.Event()
+    written: SimpleQueue[int] = SimpleQueue()
+
+    def write(index: int, place: int) -> None:
+        for piece in _pieces(plan[index], np.random.SeedSequence([seed, index])):
+            if stop.is_set():
+                return
+            left = piece.data.cast("B")
+            while left:
+                count = os.pwrite(file, left, place)
+                left, place = left[count:], place + count
+            written.put(piece.nbytes)
+
+    places = list(itertools.accumulate((_padded(layout.num_bytes) for layout in plan), initial=_padded(start)))
+    os.ftruncate(file, places[-1])
+    with ThreadPoolExecutor(min(MOST_WRITERS, os.cpu_count() or 1)) as pool:
+        writers = [pool.submit(write, index, place) for index, place in enumerate(places[:-1])]
+        try:
+            done = 0
+            while done < total:
+                with contextlib.suppress(Empty):
+                    done += written.get(timeout=0.1)
+                    progress(done, total)
+                for writer in writers:
+                    if writer.done():
+                        writer.result()
+                writers = [writer for writer in writers if not writer.done()]
+        finally:
+            stop.set()
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _check_room(path: Path, needed: int) -> None:
