@@ -31,7 +31,7 @@ from pyllm.ops.columns import Columns
 from pyllm.ops.copy_state import COPY_STATE
 from pyllm.ops.fill_state import FILL_STATE
 from pyllm.ops.gated_add import GATED_ADD
-from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, by_token
+from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, by_token, scratch_shape
 from pyllm.ops.gated_rms_norm import GATED_RMS_NORM
 from pyllm.ops.l2_norm import L2_NORM
 from pyllm.ops.load_state import LOAD_STATE
@@ -70,6 +70,11 @@ def _layer(source: Source, heads: DeltaHeads, num_seqs: int) -> LayerState:
 
 def _inputs(source: Source, counts: Sequence[int]) -> InputViews:
     return convert(sequences(counts, range(1, 1 + len(counts))), source.array)
+
+
+def _scratch(source: Source, heads: DeltaHeads, counts: Sequence[int]) -> Any:
+    shape = scratch_shape(source.device.target, heads, sum(counts), len(counts), max(counts))
+    return None if shape is None else source.unwritten(*shape)
 
 
 def _conv_case(heads: DeltaHeads, counts: Sequence[int]) -> BenchCase:
@@ -112,13 +117,13 @@ def _rule_case(heads: DeltaHeads, counts: Sequence[int]) -> BenchCase:
                 Columns(rates, 0, num_v),
                 Columns(rates, num_v, num_v),
             ),
-            *(decay, source.normal(num_v), heads, _inputs(source, counts), len(counts)),
+            *(decay, source.normal(num_v), heads, _inputs(source, counts), len(counts), max(counts)),
             *(_layer(source, heads, len(counts)), source.array(np.zeros(faults.record_shape(), np.int32))),
-            source.unwritten(count, heads.v_size),
+            *(_scratch(source, heads, counts), source.unwritten(count, heads.v_size)),
         )
 
     def sample(read: Read, arguments: Arguments) -> Sample:
-        qkv, beta, _, decay, dt_bias, *_, state, record, out = arguments
+        qkv, beta, _, decay, dt_bias, *_, state, record, _, out = arguments
         first, some = np.arange(counts[0]), spread(num_v, _SAMPLED_HEADS)
         parts = wide(read(qkv, first)).reshape(counts[0], -1, dim).transpose(1, 0, 2)
         q, k = (parts[start + heads.k_head[some]] for start in (0, heads.num_k_heads))

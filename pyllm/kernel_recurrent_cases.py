@@ -15,10 +15,11 @@ from pyllm.ops.columns import Columns
 from pyllm.ops.copy_state import COPY_STATE
 from pyllm.ops.fill_state import FILL_STATE
 from pyllm.ops.gated_add import GATED_ADD
-from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads
+from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, scratch_shape
 from pyllm.ops.gated_rms_norm import GATED_RMS_NORM
 from pyllm.ops.l2_norm import L2_NORM
 from pyllm.ops.load_state import LOAD_STATE
+from pyllm.ops.op import Target
 from pyllm.ops.reset_state import RESET_STATE
 from pyllm.ops.sigmoid_mul import SIGMOID_MUL
 from pyllm.recurrent_cache import StateRows
@@ -27,6 +28,7 @@ from pyllm.recurrent_state import COPIES, MARK_WIDTH, LayerState, RecurrentShape
 HALF = 2.0**-11  # relative error of a rounding to f16
 TAPS = 4
 EPS = 1e-6
+ANY_TARGET = Target("host", "host", 32, "mma")  # sizes of scratch are the same for all
 _POSITION = 7  # at which sequences stand
 
 Rng = np.random.Generator
@@ -64,11 +66,16 @@ def recurrent_cases() -> Iterator[Case]:
     for counts in ((1,), (2, 1, 33)):
         yield Case(CAUSAL_CONV1D, _tokens(counts), partial(_conv, counts), (4, 5))
     few, tiled = DeltaHeads(2, 6, 32, False), DeltaHeads(1, 2, 64, True)
-    ubatches: tuple[tuple[DeltaHeads, tuple[int, ...]], ...] = ((few, (1, 1)), (few, (5, 70)), (tiled, (3,)))
-    for heads, ubatch in ubatches:
+    ubatches: tuple[tuple[DeltaHeads, tuple[int, ...]], ...]
+    ubatches = ((few, (1, 1)), (few, (5, 70)), (tiled, (3,)), (tiled, (40, 1, 17)))
+    large = DeltaHeads(2, 4, 128, True)
+    for heads, ubatch in (*ubatches, (large, (300, 1, 9)), (large, (2048,))):
         name = f"{_tokens(ubatch)}, {heads.num_v_heads} heads of {heads.head_dim}"
-        yield Case(GATED_DELTA_RULE, name, partial(_rule, heads, ubatch, False), (8, 10), floor=2e-6)
-    yield Case(GATED_DELTA_RULE, "a foreign state", partial(_rule, few, (2, 3), True), (9, 10), floor=2e-6)
+        arguments = partial(_rule, heads, ubatch, False)
+        yield Case(GATED_DELTA_RULE, name, arguments, (9, 12), floor=2e-6, large=heads is large)
+    for ubatch in ((2, 3), (40, 33)):
+        name = f"{_tokens(ubatch)}, a foreign state"
+        yield Case(GATED_DELTA_RULE, name, partial(_rule, few, ubatch, True), (10, 12), floor=2e-6)
     for heads_of_row, dim in ((1, 32), (3, 97)):
         yield Case(L2_NORM, f"5 x {heads_of_row} x {dim}", partial(_l2_norm, heads_of_row, dim), (0,))
         for dtype, floor in ((np.float32, 1e-6), (np.float16, HALF)):
@@ -110,9 +117,15 @@ def _rule(heads: DeltaHeads, counts: Sequence[int], foreign: bool, rng: Rng) -> 
         state.marks[2] = 99, _POSITION
     return (
         *(delta_qkv(rng, heads, count), Columns(rates, 1, num_v), Columns(rates, 2 + num_v, num_v), *gates),
-        *(heads, inputs, len(counts), state, np.zeros(faults.record_shape(), np.int32)),
-        np.full((count, heads.v_size), np.nan, np.float32),
+        *(heads, inputs, len(counts), max(counts), state, np.zeros(faults.record_shape(), np.int32)),
+        *(rule_scratch(heads, counts), np.full((count, heads.v_size), np.nan, np.float32)),
     )
+
+
+def rule_scratch(heads: DeltaHeads, counts: Sequence[int]) -> np.ndarray | None:
+    """What kernels need for sequences of so many tokens."""
+    shape = scratch_shape(ANY_TARGET, heads, sum(counts), len(counts), max(counts))
+    return None if shape is None else np.full(shape, np.nan, np.float32)
 
 
 def delta_qkv(rng: Rng, heads: DeltaHeads, count: int) -> np.ndarray:

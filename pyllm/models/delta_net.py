@@ -21,7 +21,7 @@ from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
 from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
 from pyllm.ops.columns import Columns
-from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, gated_delta_rule
+from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, gated_delta_rule, scratch_shape
 from pyllm.ops.gated_rms_norm import GATED_RMS_NORM, gated_rms_norm
 from pyllm.ops.l2_norm import L2_NORM, l2_norm
 from pyllm.ops.product_plan import Norm
@@ -110,9 +110,11 @@ class DeltaNet:
         causal_conv1d(device, mixed, self._conv, batch.inputs, batch.num_seqs, state, qkv)
         l2_norm(device, qkv, 2 * heads.num_k_heads, heads.head_dim, self._eps)
         rule = array("delta_out", (num_tokens, heads.v_size))
+        needed = scratch_shape(device.target, heads, num_tokens, batch.num_seqs, batch.longest)
+        scratch = None if needed is None else array("delta_scratch", needed)
         gated_delta_rule(
             *(device, qkv, beta, alpha, self._decay, self._dt_bias, heads),
-            *(batch.inputs, batch.num_seqs, state, batch.record, rule),
+            *(batch.inputs, batch.num_seqs, batch.longest, state, batch.record, scratch, rule),
         )
         out = array("delta_gated", (num_tokens, heads.v_size), device.activation_dtype)
         gated_rms_norm(device, rule, self._norm, self._eps, gate, out)

@@ -12,14 +12,19 @@ from pyllm.input_block import InputViews
 from pyllm.ops.check import check_array, require
 from pyllm.ops.columns import Columns, check_columns
 from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.product_tile import SHARED_KIB
 from pyllm.recurrent_state import LayerState, is_own_state, report_state
 
 if TYPE_CHECKING:
     from pyllm.device import Device
 
 CHUNK = 64  # tokens that the reference takes at once
-FEW = 8  # tokens of a sequence up to which one after the other is the faster form
-ROWS_OF_BLOCK = 16  # rows of a matrix that a block of the kernel has, 8 threads for each
+FEW = 8  # tokens of a sequence up to which the reference takes one after the other
+TOKEN_BY_TOKEN = 16  # tokens of a sequence up to which kernels do so
+DEVICE_CHUNK = 32  # tokens that kernels take at once
+SLICE, CHUNK_WARPS = 32, 4  # rows of a matrix, and warps, of a block of gated_delta_rule_chunks
+COUPLE_THREADS = 256
+ROWS_OF_ONE, ROWS, THREADS_OF_ROW = 8, 16, 8  # rows of a matrix that a block of gated_delta_rule has
 LINEAR_FROM = 20.0  # softplus(x) is x from here on in float32
 
 
@@ -70,8 +75,10 @@ def gated_delta_rule_ref(
     heads: DeltaHeads,
     inputs: InputViews,
     num_seqs: int,
+    longest: int,
     state: LayerState,
     record: np.ndarray,
+    scratch: np.ndarray | None,
     out: np.ndarray,
 ) -> None:
     for seq in range(num_seqs):
@@ -195,22 +202,105 @@ def plan_gated_delta_rule(
     heads: DeltaHeads,
     inputs: InputViews,
     num_seqs: int,
+    longest: int,
     state: LayerState,
     record: Any,
+    scratch: Any,
     out: Any,
 ) -> list[KernelLaunch]:
-    dim = heads.head_dim
+    dim, num_tokens = heads.head_dim, qkv.shape[0]
     require(dim % 32 == 0, "gated_delta_rule", f"heads of {dim}; the kernel needs a multiple of 32")
     tables = (inputs.positions, inputs.cu_seqlens, inputs.seq_ids, inputs.state_rows, inputs.state_epochs)
+    gates = (beta.array, alpha.array, decay, dt_bias)
     columns = (beta.start, beta.row_size, alpha.start, alpha.row_size)
+    counts = (heads.num_k_heads, heads.num_v_heads)
     sizes = (state.shape.row_size, state.matrix_start, len(state.shape.layers), state.index, state.layer)
-    args = (
-        *(qkv, beta.array, alpha.array, decay, dt_bias, state.values, state.marks, *tables, record, out),
-        *map(np.int32, (*columns, heads.num_k_heads, heads.num_v_heads, *sizes)),
-    )
     defines = {"HEAD_DIM": dim, "TILED": int(heads.tiled)}
-    grid = (dim // ROWS_OF_BLOCK, heads.num_v_heads, num_seqs)
-    return [KernelLaunch("gated_delta_rule", "gated_delta_rule", grid, (8 * ROWS_OF_BLOCK,), args, defines)]
+    launches, few = [], longest
+    if scratch is not None:
+        few = TOKEN_BY_TOKEN
+        numbers = map(np.int32, (*columns, *counts, num_seqs, few, _slot_size(heads)))
+        args = (qkv, *gates, inputs.cu_seqlens, scratch, *numbers)
+        launches.append(_couple_launch(heads, _num_slots(num_tokens, num_seqs), args, defines))
+        numbers = map(np.int32, (*counts, *sizes, few, _slot_size(heads)))
+        args = (qkv, state.values, state.marks, *tables, record, scratch, out, *numbers)
+        launches.append(_chunks_launch(target, heads, num_seqs, args, defines))
+    if scratch is None or num_seqs > 1:
+        numbers = map(np.int32, (*columns, *counts, *sizes, few))
+        args = (qkv, *gates, state.values, state.marks, *tables, record, out, *numbers)
+        one = longest == 1 and num_seqs == num_tokens
+        launches.append(_token_launch(heads, num_seqs, one, args, defines))
+    return launches
+
+
+def _token_launch(
+    heads: DeltaHeads, num_seqs: int, one: bool, args: tuple[Any, ...], defines: dict[str, int]
+) -> KernelLaunch:
+    """Sequences of few tokens, one token after the other."""
+    rows = ROWS_OF_ONE if one else ROWS
+    grid, block = (heads.head_dim // rows, heads.num_v_heads, num_seqs), (THREADS_OF_ROW * rows,)
+    defines = {**defines, "THREADS_OF_ROW": THREADS_OF_ROW, "ROWS_OF_BLOCK": rows, "ONE": int(one)}
+    return KernelLaunch("gated_delta_rule", "gated_delta_rule", grid, block, args, defines)
+
+
+def _couple_launch(heads: DeltaHeads, slots: int, args: tuple[Any, ...], defines: dict[str, int]) -> KernelLaunch:
+    """What chunks of the other sequences have to do with themselves."""
+    grid, name = (slots, heads.num_k_heads), "gated_delta_rule_couple"
+    return KernelLaunch(name, name, grid, (COUPLE_THREADS,), args, defines, _couple_shared_bytes(heads.head_dim))
+
+
+def _chunks_launch(
+    target: Target, heads: DeltaHeads, num_seqs: int, args: tuple[Any, ...], defines: dict[str, int]
+) -> KernelLaunch:
+    """From chunk to chunk of them."""
+    dim, name, stages = heads.head_dim, "gated_delta_rule_chunks", _stages(target, heads.head_dim)
+    grid, block = (dim // SLICE, heads.num_v_heads, num_seqs), (CHUNK_WARPS * target.warp_size,)
+    defines, shared = {**defines, "STAGES": stages}, _chunks_shared_bytes(dim, stages)
+    return KernelLaunch(name, name, grid, block, args, defines, shared)
+
+
+def scratch_shape(
+    target: Target | None, heads: DeltaHeads, num_tokens: int, num_seqs: int, longest: int
+) -> tuple[int, int] | None:
+    """Shape of the float32 scratch that `gated_delta_rule` needs on a target; None: none.
+
+    Args:
+        num_tokens, num_seqs: of the ubatch.
+        longest: tokens of the longest sequence.
+    """
+    if target is None or longest <= TOKEN_BY_TOKEN or not _stages(target, heads.head_dim):
+        return None
+    return _num_slots(num_tokens, num_seqs), _slot_size(heads)
+
+
+def _num_slots(num_tokens: int, num_seqs: int) -> int:
+    """At least as many as all sequences have chunks, each sequence's last one being incomplete."""
+    return num_tokens // DEVICE_CHUNK + num_seqs
+
+
+def _slot_size(heads: DeltaHeads) -> int:
+    """float32 elements that a chunk has in the scratch."""
+    keys, pairs, gates = 2 * DEVICE_CHUNK * heads.head_dim, 2 * DEVICE_CHUNK**2, 2 * DEVICE_CHUNK
+    return heads.num_k_heads * keys + heads.num_v_heads * (pairs + gates)
+
+
+def _couple_shared_bytes(head_dim: int) -> int:
+    tiles = 2 * 4 * DEVICE_CHUNK * (head_dim + 8)
+    triangles = 4 * COUPLE_THREADS * DEVICE_CHUNK
+    return max(tiles, triangles) + 2 * 4 * DEVICE_CHUNK * (DEVICE_CHUNK + 1)
+
+
+def _chunks_shared_bytes(head_dim: int, stages: int) -> int:
+    factors = 2 * 4 * DEVICE_CHUNK * (head_dim + 8 + DEVICE_CHUNK + 8)
+    stage = factors + 4 * DEVICE_CHUNK * (SLICE + 4) + 4 * 2 * DEVICE_CHUNK
+    exchanged = 4 * CHUNK_WARPS * (DEVICE_CHUNK + DEVICE_CHUNK // 2) * 16
+    return stages * stage + exchanged
+
+
+def _stages(target: Target, head_dim: int) -> int:
+    """Chunks that a block has in shared memory; 0: not even one fits."""
+    limit = 1024 * SHARED_KIB.get(target.arch, 64)
+    return next((n for n in (2, 1) if _chunks_shared_bytes(head_dim, n) <= limit), 0)
 
 
 GATED_DELTA_RULE = Op("gated_delta_rule", gated_delta_rule_ref, plan_gated_delta_rule)
@@ -226,8 +316,10 @@ def gated_delta_rule(
     heads: DeltaHeads,
     inputs: InputViews,
     num_seqs: int,
+    longest: int,
     state: LayerState,
     record: Any,
+    scratch: Any,
     out: Any,
 ) -> None:
     """The gated delta rule over the tokens of each sequence. For each value head with its matrix S and its key head:
@@ -249,11 +341,14 @@ def gated_delta_rule(
         heads: how heads lie in a row.
         inputs: the device's input block.
         num_seqs: sequences of the ubatch.
+        longest: tokens of the longest of them.
         state: one layer's matrices and marks; written.
         record: fault record; appended to.
+        scratch: float32 of the shape that `scratch_shape` says, or None where it says None; overwritten.
         out: [num_tokens, num_v_heads * head_dim] float32.
 
-    Numerics: float32. The reference takes CHUNK tokens at once where a sequence has more than a few.
+    Numerics: float32. Where a sequence has more than a few tokens, the reference takes CHUNK of them at once, kernels
+        DEVICE_CHUNK, as products whose factors are two float16 numbers each (22 bits).
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -271,4 +366,9 @@ def gated_delta_rule(
     check_array(op, "record", record, faults.record_shape(), ("int32",))
     wanted, found = (heads.num_v_heads, heads.head_dim, heads.head_dim), state.shape.matrix_shape
     require(found == wanted, op, f"the matrices are {found}, not {wanted}")
-    device.launch(GATED_DELTA_RULE, qkv, beta, alpha, decay, dt_bias, heads, inputs, num_seqs, state, record, out)
+    needed = scratch_shape(device.target, heads, num_tokens, num_seqs, longest)
+    require((scratch is None) == (needed is None), op, f"scratch of shape {needed} is needed")
+    if needed is not None:
+        check_array(op, "scratch", scratch, needed, ("float32",))
+    given = (qkv, beta, alpha, decay, dt_bias, heads, inputs, num_seqs, longest)
+    device.launch(GATED_DELTA_RULE, *given, state, record, scratch, out)

@@ -15,6 +15,8 @@
 //   TILE_ROWS                      rows of C that a lane has elements of; element i is in row tile_row_of(tile_c_slot(i))
 //   tile_row_max, tile_row_sum     over the lanes that have elements of one row, the same bits in all of them
 //   tile_c_to_a(a, c)              C as the next product's A, rounded to f16
+//   tile_settle(c)                 is computed here: in a long unrolled loop LLVM else loads the factors of many products
+//                                  before it uses the first, for which RDNA has not registers enough
 //   tile_add_halves(c)             rows 0-7 and 8-15 both become the sum of row r and row r + 8
 //
 // Sources lie in shared memory, 16-byte aligned; ld, in elements, is a multiple of 8. An ld of 8 more than a multiple of

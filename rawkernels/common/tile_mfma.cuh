@@ -79,3 +79,5 @@ DEVICE void tile_add_halves(FragC& c) {
 #pragma unroll
     for (int i = 0; i < TILE_C_ELEMENTS; i++) c.x[i] += shfl_xor(c.x[i], 8);
 }
+
+DEVICE void tile_settle(FragC&) {}

@@ -92,3 +92,12 @@ DEVICE void tile_add_halves(FragC& c) {
 #pragma unroll
     for (int i = 0; i < TILE_C_ELEMENTS; i++) c.x[i] += shfl_xor(c.x[i], 8);
 }
+
+DEVICE void tile_settle(FragC& c) {
+#if defined(PYLLM_HIP)
+#pragma unroll
+    for (int i = 0; i < TILE_C_ELEMENTS; i++) asm volatile("" : "+v"(c.x[i]) : : "memory");
+#else
+    (void)c;
+#endif
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,23 @@ import pytest
 
 from pyllm import faults
 from pyllm.device import Device
+from pyllm.device.emulated import EmulatedDevice
 from pyllm.errors import ShapeError
 from pyllm.faults import FaultKind
 from pyllm.input_block import InputLayout, InputViews
+from pyllm.kernel_check import check_case
+from pyllm.kernel_recurrent_cases import recurrent_cases
 from pyllm.ops.causal_conv1d import causal_conv1d
 from pyllm.ops.columns import Columns
 from pyllm.ops.gated_add import gated_add
-from pyllm.ops.gated_delta_rule import DeltaHeads, by_chunks, by_token, gated_delta_rule
+from pyllm.ops.gated_delta_rule import (
+    GATED_DELTA_RULE,
+    DeltaHeads,
+    by_chunks,
+    by_token,
+    gated_delta_rule,
+    scratch_shape,
+)
 from pyllm.ops.gated_rms_norm import gated_rms_norm
 from pyllm.ops.l2_norm import l2_norm
 from pyllm.ops.sigmoid_mul import sigmoid_mul
@@ -64,7 +75,9 @@ class Sequences:
             "state_rows": [state.row for state in self.states],
             "state_epochs": [state.epoch for state in self.states],
         }
-        return input_views(self.device, InputLayout(MAX_TOKENS, len(self.counts), 1), **{**fields, **changed})
+        return input_views(
+            self.device, InputLayout(max(MAX_TOKENS, self.num_tokens), len(self.counts), 1), **{**fields, **changed}
+        )
 
     def advance(self) -> None:
         for state, count in zip(self.states, self.counts, strict=True):
@@ -159,6 +172,12 @@ def rule_inputs(count: int, heads: DeltaHeads, seed: int) -> dict[str, np.ndarra
     }
 
 
+def rule_scratch(sequences: Sequences, heads: DeltaHeads) -> Any:
+    counts = sequences.counts
+    shape = scratch_shape(sequences.device.target, heads, sum(counts), len(counts), max(counts))
+    return None if shape is None else sequences.device.empty(shape, np.float32)
+
+
 def run_rule(device: Device, sequences: Sequences, parts: dict[str, np.ndarray], heads: DeltaHeads, **inputs: Any):
     out = device.empty((sequences.num_tokens, heads.v_size), np.float32)
     (state,) = sequences.cache.layers
@@ -171,9 +190,10 @@ def run_rule(device: Device, sequences: Sequences, parts: dict[str, np.ndarray],
         on_device(device, parts["dt"]),
         heads,
         sequences.inputs(**inputs),
-        len(sequences.counts),
+        *(len(sequences.counts), max(sequences.counts)),
         state,
         sequences.record,
+        rule_scratch(sequences, heads),
         out,
     )
     return device.download(out)
@@ -205,6 +225,59 @@ def test_gated_delta_rule(device: Device, pieces: tuple[int, ...], heads: DeltaH
     for values, expected in zip(found, whole, strict=True):
         exact = exact_rule(expected, heads, np.float64)
         check_against_float64(np.concatenate(values), exact, exact_rule(expected, heads, np.float32), floor=1e-6)
+
+
+def test_a_prompt_may_be_cut_anywhere(device: Device) -> None:
+    """Each of the sequences has the same prompt, cut into two calls at another place."""
+    heads, count = DeltaHeads(1, 1, 32, True), 36
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    parts, cuts = rule_inputs(count, heads, 30), range(1, count)
+    sequences = Sequences(device, shape, [0] * len(cuts))
+    found: list[list[np.ndarray]] = [[] for _ in cuts]
+    for call in range(2):
+        places = [slice(0, cut) if call == 0 else slice(cut, count) for cut in cuts]
+        sequences.counts = [place.stop - place.start for place in places]
+        tokens = {
+            name: np.concatenate([part[place] for place in places]) if name in ("qkv", "beta", "alpha") else part
+            for name, part in parts.items()
+        }
+        out = run_rule(device, sequences, tokens, heads)
+        sequences.advance()
+        for values, piece in zip(found, np.split(out, np.cumsum(sequences.counts)[:-1]), strict=True):
+            values.append(piece)
+    assert not sequences.faults()
+    exact, plain = exact_rule(parts, heads, np.float64), exact_rule(parts, heads, np.float32)
+    for values in found:
+        check_against_float64(np.concatenate(values), exact, plain, floor=1e-6)
+
+
+@pytest.mark.parametrize("rate", [7.0, 30.0])
+@pytest.mark.parametrize("log_decay", [-1e-4, -1e-30, -5.0])
+def test_identical_tokens_stay_close_to_float64(device: Device, rate: float, log_decay: float) -> None:
+    """What a prompt of one repeated token leaves: sums of terms that cancel. Rates near 1."""
+    emulated, heads = device.name == "emulated", DeltaHeads(1, 1, 32, True)
+    count = 130 if emulated else 4096
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    sequences = Sequences(device, shape, [count])
+    parts = rule_inputs(1, heads, 40)
+    parts["qkv"][:, : heads.k_size] = parts["qkv"][:, heads.k_size : 2 * heads.k_size]  # asked for what is known
+    parts |= {name: np.repeat(parts[name], count, axis=0) for name in ("qkv", "beta", "alpha")}
+    parts["beta"][...] = rate
+    parts["alpha"][...] = -parts["dt"]
+    parts["decay"] = np.full(1, log_decay / np.log(2), np.float32)
+    found = run_rule(device, sequences, parts, heads)
+    assert np.abs(found - exact_rule(parts, heads, np.float64)).max() <= 1e-4
+    assert np.abs(found[-1]).max() > 0.1
+
+
+def test_two_chunks_on_their_way() -> None:
+    """The plan of NVIDIA's GPUs, where blocks have more shared memory, emulated."""
+    device = EmulatedDevice(32, "mma")
+    device.target = replace(device.target, arch="sm_90")
+    for case in (case for case in recurrent_cases() if case.op is GATED_DELTA_RULE and not case.large):
+        verdict = check_case(device, case)
+        assert verdict.passed, f"{case}: {verdict}"
+    device.close()
 
 
 @pytest.mark.parametrize("form", [by_token, by_chunks])
