@@ -45,13 +45,13 @@ DEVICE float sum_of_row(const float (&parts)[4]) {
     return value;
 }
 
-KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK)
-gated_delta_rule(const float* RESTRICT qkv, const float* RESTRICT beta, const float* RESTRICT alpha,
-                 const float* RESTRICT decay, const float* RESTRICT dt_bias, float* values, u32* marks,
-                 const i32* RESTRICT positions, const i32* RESTRICT cu_seqlens, const i32* RESTRICT seq_ids,
-                 const i32* RESTRICT state_rows, const u32* RESTRICT state_epochs, i32* record, float* RESTRICT out,
-                 i32 beta_start, i32 beta_row, i32 alpha_start, i32 alpha_row, i32 num_k, i32 num_v, i32 row_size,
-                 i32 matrix_start, i32 num_layers, i32 index, i32 layer, i32 most) {
+KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK) gated_delta_rule(
+        const float* RESTRICT qkv, const float* RESTRICT beta, const float* RESTRICT alpha,
+        const float* RESTRICT decay, const float* RESTRICT dt_bias, float* values, u32* marks,
+        const i32* RESTRICT positions, const i32* RESTRICT cu_seqlens, const i32* RESTRICT seq_ids,
+        const i32* RESTRICT state_rows, const u32* RESTRICT state_epochs, i32* record, float* RESTRICT out,
+        i32 beta_start, i32 beta_row, i32 alpha_start, i32 alpha_row, i32 num_k, i32 num_v, i32 row_size,
+        i32 matrix_start, i32 num_layers, i32 index, i32 layer, i32 most) {
     const i32 seq = blockIdx.z, head = blockIdx.y;
     const float own_decay = decay[head], own_dt = dt_bias[head];
     GRID_DEPENDENCY();

@@ -110,12 +110,11 @@ DEVICE void copy_rows(void* target, const void* source) {
     }
 }
 
-KERNEL(THREADS)
-gated_delta_rule_chunks(const float* RESTRICT qkv, float* values, u32* marks, const i32* RESTRICT positions,
-                        const i32* RESTRICT cu_seqlens, const i32* RESTRICT seq_ids, const i32* RESTRICT state_rows,
-                        const u32* RESTRICT state_epochs, i32* record, float* scratch, float* RESTRICT out, i32 num_k,
-                        i32 num_v, i32 row_size, i32 matrix_start, i32 num_layers, i32 index, i32 layer, i32 few,
-                        i32 slot_size) {
+KERNEL(THREADS) gated_delta_rule_chunks(
+        const float* RESTRICT qkv, float* values, u32* marks, const i32* RESTRICT positions,
+        const i32* RESTRICT cu_seqlens, const i32* RESTRICT seq_ids, const i32* RESTRICT state_rows,
+        const u32* RESTRICT state_epochs, i32* record, float* scratch, float* RESTRICT out, i32 num_k, i32 num_v,
+        i32 row_size, i32 matrix_start, i32 num_layers, i32 index, i32 layer, i32 few, i32 slot_size) {
     GRID_DEPENDENCY();
     DYNAMIC_SHARED(Stage, stages);
     f32x4* const exchange = reinterpret_cast<f32x4*>(stages + STAGES);

@@ -109,11 +109,11 @@ DEVICE void invert_column(const float* triangle, int j, float (&x)[CHUNK]) {
     }
 }
 
-KERNEL(COUPLE_THREADS)
-gated_delta_rule_couple(const float* RESTRICT qkv, const float* RESTRICT beta, const float* RESTRICT alpha,
-                        const float* RESTRICT decay, const float* RESTRICT dt_bias, const i32* RESTRICT cu_seqlens,
-                        float* scratch, i32 beta_start, i32 beta_row, i32 alpha_start, i32 alpha_row, i32 num_k,
-                        i32 num_v, i32 num_seqs, i32 few, i32 slot_size) {
+KERNEL(COUPLE_THREADS) gated_delta_rule_couple(
+        const float* RESTRICT qkv, const float* RESTRICT beta, const float* RESTRICT alpha,
+        const float* RESTRICT decay, const float* RESTRICT dt_bias, const i32* RESTRICT cu_seqlens, float* scratch,
+        i32 beta_start, i32 beta_row, i32 alpha_start, i32 alpha_row, i32 num_k, i32 num_v, i32 num_seqs, i32 few,
+        i32 slot_size) {
     GRID_DEPENDENCY();
     DYNAMIC_SHARED(f16, tiles);
     SHARED i32 own[2];  // the chunk's first token, and how many it has
