@@ -251,6 +251,10 @@ class KVCache:
             raise ValueError(f"page {page} is free; nobody can hold it")
         self._references[page] += 1
 
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has several owners."""
+        return self._references[page] > 1
+
     def let_go(self, page: int) -> None:
         """One owner less; a page without owners is free again."""
         self._drop([page])

@@ -35,9 +35,11 @@ from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
 from pyllm.prompt_cache.fingerprint import fingerprint
-from pyllm.prompt_cache.index import PrefixIndex, shared_length
+from pyllm.prompt_cache.host_tier import HostTier
+from pyllm.prompt_cache.index import PrefixIndex
 from pyllm.prompt_cache.pinned_pool import default_budget
 from pyllm.prompt_cache.sessions import Session, Sessions
+from pyllm.prompt_cache.tree import shared_length
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
 from pyllm.sampling import Sampler, SamplingParams, breaker_ids
@@ -211,10 +213,10 @@ class LLM:
         self._n_seqs = options.n_seqs
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
+        page_budget, state_budget = self._budgets(options, config.recurrent is not None)
         recurrent = None
         if config.recurrent:
-            budget = default_budget() if options.cache_ram is None else options.cache_ram
-            recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs, budget)
+            recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs, state_budget)
         self._cache = KVCache(
             self._device,
             len(config.attention_layers),
@@ -238,7 +240,8 @@ class LLM:
             submitted = partial(getattr, self._executor, "num_submitted")
             self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)
             self._cache.before_removal = self._trace.note
-        self._index = PrefixIndex(self._cache) if options.prefix_cache else None
+        self._tier = HostTier(self._cache, page_budget) if page_budget else None
+        self._index = PrefixIndex(self._cache, self._tier) if options.prefix_cache else None
         self._keeps_states = self._index is not None and recurrent is not None
         self._scheduler = Scheduler(
             self._executor,
@@ -251,6 +254,15 @@ class LLM:
             self.tokenizer.vocab_size,
             self._index,
         )
+
+    def _budgets(self, options: EngineOptions, has_states: bool) -> tuple[int, int]:
+        """Bytes of the host's memory for pages and for states, which share what there is. Where the device's memory is
+        the host's, pages that leave it would make no room: they do so only where it was asked for."""
+        total = default_budget() if options.cache_ram is None else options.cache_ram
+        keeps_pages = options.prefix_cache and (options.cache_ram is not None or not self._device.shares_memory)
+        if not keeps_pages:
+            return 0, total
+        return (total // 2, total // 2) if has_states else (total, 0)
 
     def _check_rows(self, gguf: GGUFModel, options: EngineOptions, kv_type: KVType) -> None:
         """Refuse rows that the type cannot hold or that cannot fit, before anything is read."""
@@ -346,8 +358,7 @@ class LLM:
         """
         request = self._request(prompt, params)
         generation = Generation(request, self.tokenizer, self._end_one)
-        with self._lock:
-            self._scheduler.add(request)
+        self._add(request)
         return generation
 
     def advance(self) -> bool:
@@ -370,6 +381,16 @@ class LLM:
         sampler = Sampler(params, self.tokenizer.vocab_size, self._dry_breakers(params))
         checkpoints = (len(ids) - 1, len(ids)) if turn_start is None else (turn_start,)
         return Request(ids, len(ids), params, sampler, checkpoints=checkpoints)
+
+    def _add(self, request: Request) -> None:
+        with self._lock:
+            request.bytes_before = self._bytes_moved
+            self._scheduler.add(request)
+
+    @property
+    def _bytes_moved(self) -> int:
+        """By all copies so far; without what keeps things there are none."""
+        return self._device.copies.num_bytes if self._index is not None else 0
 
     def chat(
         self,
@@ -433,7 +454,7 @@ class LLM:
         try:
             with self._lock:
                 for request in requests:
-                    self._scheduler.add(request)
+                    self._add(request)
             for request in requests:
                 self._run_until(request, partial(_has_ended, request))
         finally:
@@ -451,8 +472,7 @@ class LLM:
         request = Request(token_ids, len(token_ids))
         taken = 0
         try:
-            with self._lock:
-                self._scheduler.add(request)
+            self._add(request)
             while taken < len(request.token_ids):
                 self._run_until(request, partial(_has_more_logits, request, taken))
                 if request.num_logits <= taken:
@@ -465,8 +485,7 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[Chunk]:
         generation = Generation(request, self.tokenizer, self._end_one)
         try:
-            with self._lock:
-                self._scheduler.add(request)
+            self._add(request)
             while True:
                 self._run_until(request, lambda: generation.has_news)
                 chunk = generation.take()
@@ -493,6 +512,7 @@ class LLM:
         # Perhaps called by the garbage collector, in the middle of a step of this very thread: no waiting here.
         for request in requests:
             self._scheduler.end(request, reason)
+            request.bytes_moved = self._bytes_moved - request.bytes_before
             self._stats = request.stats()
             self._last_ids = request.token_ids
         if self._lock.acquire(blocking=False):
@@ -531,6 +551,13 @@ class LLM:
         """
         return self._open_sessions().load(Path(path))
 
+    def forget(self, token_ids: Sequence[int] | None = None) -> None:
+        """Give up all that is kept of ended sequences, or all that begins like these tokens, to the end of their first
+        page. Session files stay."""
+        if self._index is not None:
+            with self._lock:
+                self._index.clear(None if token_ids is None else _token_ids(token_ids))
+
     def _open_sessions(self) -> Sessions:
         if self._index is None:
             raise UsageError("sessions need prefix_cache=True")
@@ -560,10 +587,12 @@ class LLM:
     @property
     def stats(self) -> Mapping[str, Any]:
         """Counts and times of the request that ended last: prompt_tokens, of which cached_tokens were there already and
-        evaluated_tokens were computed; generated_tokens, prefill_seconds, decode_seconds, finish_reason, seed. And
+        evaluated_tokens were computed; generated_tokens, prefill_seconds, decode_seconds, finish_reason, seed;
+        bytes_moved between the device and what is kept in the host's memory, copies of other requests among them. And
         "memory": of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
-        pools = {} if self._cache.recurrent is None else {"checkpoints": self._cache.recurrent.pool}
-        return {**self._stats, "memory": {name: pool.stats() for name, pool in pools.items()}} if self._stats else {}
+        owners = {"checkpoints": self._cache.recurrent, "pages": self._tier}
+        memory = {name: owner.pool.stats() for name, owner in owners.items() if owner is not None}
+        return {**self._stats, "memory": memory} if self._stats else {}
 
     @property
     def weights(self) -> Weights:

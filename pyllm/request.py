@@ -25,6 +25,8 @@ class Request:
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
         checkpoints: lengths at which the state of recurrent layers is worth keeping.
+        bytes_before, bytes_moved: to and from what is kept, by all copies before it was queued, and until it ended; of
+            other requests that ran meanwhile too.
         ready: it may run when this event has completed; None: at once.
         saved_at: where its state was kept last.
         num_cached: tokens of the prompt whose rows were there already.
@@ -46,6 +48,8 @@ class Request:
     number: int = 0
     kv: SequenceKV | None = None
     checkpoints: tuple[int, ...] = ()
+    bytes_before: int = 0
+    bytes_moved: int = 0
     ready: Event | None = None
     saved_at: int = 0
     num_cached: int = 0
@@ -98,6 +102,7 @@ class Request:
             "cached_tokens": self.num_cached,
             "evaluated_tokens": self.num_prompt - self.num_cached,
             "generated_tokens": self.num_generated,
+            "bytes_moved": self.bytes_moved,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,
             "decode_seconds": max(0.0, self.ended_at - prefill_end) if self.started_at else 0.0,
             "finish_reason": self.finish_reason,

@@ -22,6 +22,7 @@ RUNS = {
     "resumable_job.py": ([LLAMA], ""),
     "summarise_folder.py": ([LLAMA, NOTES], ""),
     "kv_contamination.py": ([LLAMA, *SHORT], ""),
+    "prompt_cache_soak.py": ([LLAMA, "--device", "cpu", "--rounds", "6", "--filler", "40"], ""),
 }
 
 

@@ -48,7 +48,12 @@ class CopyStream(ABC):
 
     It knows nothing of the first stream's work: `wait` says what must have run before. What it copies must stay where
     it is until the event that `record` gives behind the copy.
+
+    Attributes:
+        num_bytes: of all copies that were queued.
     """
+
+    num_bytes = 0
 
     @abstractmethod
     def wait(self, event: Event) -> None:

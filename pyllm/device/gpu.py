@@ -150,6 +150,7 @@ class GpuCopyStream(CopyStream):
             self._check.launch("a copy", (source, target))
         if not source.nbytes:
             return
+        self.num_bytes += source.nbytes
         to_host = isinstance(target, np.ndarray)
         kind = self._runtime.memcpyDeviceToHost if to_host else self._runtime.memcpyHostToDevice
         addresses = _address(target), _address(source)

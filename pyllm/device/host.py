@@ -60,6 +60,7 @@ class HostCopyStream(CopyStream):
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         check_copy(source, target)
         self._check("a copy", (source, target))
+        self.num_bytes += source.nbytes
         self.stream.enqueue(partial(np.copyto, target, source))
 
     def record(self) -> HostEvent:

@@ -1,54 +1,32 @@
 """Rows of sequences that have ended, kept for prompts that begin like them.
 
-A tree over token ids, a page at a time: a node stands for one page of K/V rows, and its path from the root for all
-tokens before them. Rows depend on all tokens up to their own, so a path that a prompt shares is rows that it need not
-compute. A node owns one reference to its page. Leaves may hold a page that is filled in part; a prompt may also share a
-part of any page: its sequence then gets a copy of that page before it writes there (`KVCache.adopt`).
+A tree over token ids, a page at a time (`tree`). Rows depend on all tokens up to their own, so a path that a prompt
+shares is rows that it need not compute. A node owns one reference to its page. Leaves may hold a page that is filled in
+part; a prompt may also share a part of any page: its sequence then gets a copy of that page before it writes there
+(`KVCache.adopt`).
 
 Where a model has recurrent layers, rows alone are not enough: a prompt can go on only from a checkpoint of their
 states, at exactly its position. Nodes hold the checkpoints whose positions lie in their page; a prompt gets the rows up
 to the last checkpoint that it shares all tokens with.
 
-Only what was read clean comes here. What was used least recently gives way when pages are short, leaves first.
+Only what was read clean comes here. Pages that were used least recently give way when pages are short. With a host tier
+they are copied out ahead of that, while less than half of the pages are free: then a page gives way, and its node
+stays.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from pyllm.device import Event
 from pyllm.kv_cache import KVCache, SequenceKV
+from pyllm.prompt_cache.host_tier import HostPage, HostTier
+from pyllm.prompt_cache.pinned_pool import Block
+from pyllm.prompt_cache.tree import Node, Tree
 from pyllm.recurrent_cache import Checkpoint
-
-
-@dataclass(eq=False)
-class _Node:
-    """One page.
-
-    Attributes:
-        tokens: those whose rows the page holds, at most a page full.
-        page, epoch: where they lie, and the tag that they carry.
-        start: position of the first of them.
-        used: when it was used last; parents at least as late as their children.
-        states: checkpoints by position, from start + 1 to the end of the page's tokens.
-    """
-
-    tokens: tuple[int, ...]
-    page: int
-    epoch: int
-    parent: _Node | None
-    start: int = 0
-    used: int = 0
-    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
-    states: dict[int, Checkpoint] = field(default_factory=dict)
-
-    def last_state(self, stop: int) -> int:
-        """Position of the last checkpoint up to `stop`; 0 without one."""
-        for position in [position for position, saved in self.states.items() if not saved.block.is_kept]:
-            del self.states[position]
-        return max((position for position in self.states if position <= stop), default=0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +48,7 @@ class Held:
 
     Attributes:
         token_ids: those that are known, `length` of them.
+        pages: of the device; -1: its rows are in `hosts`.
         states: in order of position.
     """
 
@@ -77,11 +56,17 @@ class Held:
     pages: tuple[int, ...]
     epochs: tuple[int, ...]
     states: tuple[Checkpoint, ...]
+    hosts: tuple[HostPage | None, ...]
     page_size: int
 
     @property
     def length(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Pinned memory among it."""
+        return [*(host.block for host in self.hosts if host is not None), *(saved.block for saved in self.states)]
 
     def rows_of(self, index: int) -> int:
         """Rows that its `index`-th page has."""
@@ -89,46 +74,57 @@ class Held:
 
 
 class PrefixIndex:
-    """The tree of one cache."""
+    """What is known of one cache.
 
-    def __init__(self, cache: KVCache) -> None:
+    Args:
+        tier: the host's memory, for pages that have to give way.
+    """
+
+    def __init__(self, cache: KVCache, tier: HostTier | None = None) -> None:
         self._cache = cache
-        self._root = _Node((), -1, 0, None)
+        self._tier = tier
+        self._tree = Tree(cache.page_size, cache.recurrent is not None, self._give_up)
         self._clock = itertools.count(1)
+        self._moving: deque[tuple[Event, int]] = deque()  # pages that are copied, held until then
+        self.num_copied_out = 0
+        self.num_brought_in = 0
 
     @property
     def num_pages(self) -> int:
-        """Pages that are kept."""
-        return sum(1 for _ in self._nodes())
+        """Pages that are kept, here or there."""
+        return sum(1 for _ in self._tree.nodes())
 
     def take(self, token_ids: Sequence[int]) -> Taken | None:
         """A new sequence with the rows, and the recurrent state, of the longest known beginning of a prompt; None when
-        nothing is known.
+        nothing is known. Pages and states that are in the host's memory are on their way then.
 
         Raises:
             ContextError: as many sequences as there are recurrent states are there already.
         """
-        state, ready = None, None
+        self._settle()
+        state, on_device = None, False
         while True:
-            path, length = self._longest(token_ids)
+            path, length = self._tree.longest(token_ids, on_device)
             if not length:
                 return None
+            self._use(path)
+            if not self._bring_in(path):
+                on_device = True
+                continue
+            ready = next((node.ready for node in reversed(path) if not _is_ready(node)), None)
             if self._cache.recurrent is None:
                 break
             restored = self._cache.recurrent.restore(path[-1].states[length])
             if restored is not None:
-                state, ready = restored
+                state, ready = restored  # its copy comes behind those of the pages
                 break
             self._drop_state(path[-1], length)  # its marks are not right
-        now = next(self._clock)
-        for node in path:
-            node.used = now
         seq = self._cache.adopt([node.page for node in path], [node.epoch for node in path], length, state)
         return Taken(seq, ready)
 
     def known(self, token_ids: Sequence[int]) -> int:
-        """How many tokens of a prompt `take` would find rows for."""
-        return self._longest(token_ids)[1]
+        """How many tokens of a prompt have rows on the device, so that it needs no pages for them."""
+        return self._tree.longest(token_ids, on_device=True)[1]
 
     def keep(self, token_ids: Sequence[int], seq: SequenceKV) -> None:
         """Keep the clean rows of a sequence that is about to be released, and its checkpoints.
@@ -141,6 +137,7 @@ class PrefixIndex:
         if self._cache.recurrent is not None:
             length = max(states, default=0)  # rows behind the last checkpoint are of no use
         self._add(token_ids[:length], seq.pages, seq.epochs, states)
+        self._copy_out()
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], saved: Sequence[Checkpoint]
@@ -148,101 +145,156 @@ class PrefixIndex:
         """Keep rows, and checkpoints, that were brought in. The caller holds the pages and lets them go afterwards."""
         states = {one.position: one for one in saved}
         self._add(token_ids, pages, epochs, states)
+        for left in states.values():
+            self._cache.recurrent.drop(left)  # type: ignore[union-attr]
 
     def hold(self, token_ids: Sequence[int]) -> Held:
         """Hold what is known of the beginning of some tokens, until `let_go`."""
-        path, length = self._longest(token_ids)
-        for node in path:
-            self._cache.hold(node.page)
+        path, length = self._tree.longest(token_ids)
+        hosts = tuple(None if node.page >= 0 else node.host for node in path)
         found = [saved for node in path for saved in node.states.values() if saved.position <= length]
         states = sorted((saved for saved in found if saved.block.is_kept), key=lambda saved: saved.position)
-        for saved in states:
-            saved.block.num_pins += 1
-        pages, epochs = (node.page for node in path), (node.epoch for node in path)
-        return Held(tuple(token_ids[:length]), tuple(pages), tuple(epochs), tuple(states), self._cache.page_size)
+        pages, epochs = tuple(node.page for node in path), tuple(node.epoch for node in path)
+        held = Held(tuple(token_ids[:length]), pages, epochs, tuple(states), hosts, self._cache.page_size)
+        for page in pages:
+            if page >= 0:
+                self._cache.hold(page)
+        for block in held.blocks:
+            block.num_pins += 1
+        return held
 
     def let_go(self, held: Held) -> None:
         """The end of `hold`."""
-        for saved in held.states:
-            saved.block.num_pins -= 1
+        for block in held.blocks:
+            block.num_pins -= 1
         for page in held.pages:
-            self._cache.let_go(page)
+            if page >= 0:
+                self._cache.let_go(page)
+
+    def make_room(self, num_pages: int, but: Collection[Node] = ()) -> bool:
+        """Give pages up until so many are free. Returns False when there are not enough; what could go has gone.
+
+        Args:
+            but: nodes that keep theirs.
+        """
+        self._settle()
+        short = num_pages - self._cache.num_free_pages
+        if short <= 0:
+            return True
+        leaving: list[Node] = []
+        for node in self._tree.by_age():
+            if node.page >= 0 and node not in but:
+                leaving.append(node)
+                self._copy(node)
+                short -= not self._cache.is_shared(node.page)
+                if short <= 0:
+                    break
+        for node in leaving:
+            self._leave_device(node)
+        self._settle()
+        return self._cache.num_free_pages >= num_pages
+
+    def forget(self, page: int) -> None:
+        """Drop a page that is not trusted any more, and all that was built on it."""
+        for node in [node for node in self._tree.nodes() if node.page == page]:
+            self._tree.remove(node)
+
+    def clear(self, token_ids: Sequence[int] | None = None) -> None:
+        """Give all pages up; with tokens, those that begin with the page that these begin with."""
+        path, _ = self._tree.longest(token_ids) if token_ids is not None else ([], 0)
+        for node in path[:1] if token_ids is not None else list(self._tree.root.children.values()):
+            self._tree.remove(node)
 
     def _add(
         self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], states: dict[int, Checkpoint]
     ) -> None:
-        """Make rows known; what is known already stays."""
+        """Make rows known; what is known already stays. Takes the states that belong to them."""
         size, length = self._cache.page_size, len(token_ids)
-        node, now = self._root, next(self._clock)
+        node, now = self._tree.root, next(self._clock)
         for index in range(self._cache.pages_for(length)):
             tokens = tuple(token_ids[index * size : min((index + 1) * size, length)])
-            child = node.children.get(tokens) or self._covering(node, tokens)
-            if child is None:
-                known = self._drop_covered(node, tokens)
-                child = _Node(tokens, pages[index], epochs[index], node, index * size, states=known)
+            child, is_new = self._tree.add(node, tokens, pages[index], epochs[index])
+            if not is_new and child.page < 0 and child.tokens == tokens:  # back on the device
+                child.page, child.epoch, is_new = pages[index], epochs[index], True
+            if is_new:
                 self._cache.hold(child.page)
-                node.children[tokens] = child
             child.used = now
             self._add_states(child, states, index * size + len(tokens))
             if len(tokens) < size:
                 return
             node = child
 
-    def make_room(self, num_pages: int) -> bool:
-        """Give pages up until so many are free. Returns False when there are not enough; what could go has gone."""
-        if self._cache.num_free_pages >= num_pages:
+    def _use(self, path: Sequence[Node]) -> None:
+        """What is nearer to the root gives way later."""
+        now = next(self._clock)
+        for node in reversed(path):
+            node.used = now
+            if self._tier is not None and node.host is not None:
+                self._tier.pool.touch(node.host.block)
+
+    # between the device and the host
+
+    def _bring_in(self, path: Sequence[Node]) -> bool:
+        """Start copies of pages that are not on the device; False when there is no room for them, or a copy is not what
+        it should be."""
+        missing = [node for node in path if node.page < 0]
+        if not missing:
             return True
-        # Parents were used no earlier than their children, so that in this order each node is a leaf when it goes.
-        for _, _, node in sorted(self._by_age(), key=lambda item: item[:2]):
-            self._remove(node)
-            if self._cache.num_free_pages >= num_pages:
-                return True
-        return False
+        if self._tier is None or not self.make_room(len(missing), set(path)):
+            return False
+        for node in missing:
+            if node.host is None or not self._tier.is_sound(node.host):
+                self._tree.remove(node)
+                return False
+            node.page, node.epoch = self._cache.allocate()
+            node.ready = self._tier.load(node.host, node.page, node.epoch)
+            self._hold_until(node.ready, node.page)
+            self.num_brought_in += 1
+        return True
 
-    def forget(self, page: int) -> None:
-        """Drop a page that is not trusted any more, and all that was built on it."""
-        for node in [node for node in self._nodes() if node.page == page]:
-            self._remove(node)
+    def _copy_out(self) -> None:
+        """Copy pages to the host, the least recently used first, until half of all are free or could be."""
+        if self._tier is None:
+            return
+        wanted = self._cache.num_pages // 2 - self._cache.num_free_pages
+        for node in self._tree.by_age():
+            if wanted <= 0:
+                return
+            if node.page >= 0:
+                self._copy(node)
+                wanted -= 1
 
-    def clear(self) -> None:
-        """Give all pages up."""
-        for node in list(self._root.children.values()):
-            self._remove(node)
+    def _copy(self, node: Node) -> None:
+        """Start a copy of a page to the host, unless there is one, or no room for it now."""
+        if self._tier is None or node.has_copy:
+            return
+        started = self._tier.save(node.page, len(node.tokens), node.epoch)
+        if started is not None:
+            node.host, done = started
+            self._hold_until(done, node.page)
+            self.num_copied_out += 1
 
-    def _by_age(self) -> Iterator[tuple[int, int, _Node]]:
-        """Time of last use, depth below zero, and node."""
-        stack = [(child, -1) for child in self._root.children.values()]
-        while stack:
-            node, depth = stack.pop()
-            yield node.used, depth, node
-            stack.extend((child, depth - 1) for child in node.children.values())
+    def _leave_device(self, node: Node) -> None:
+        """Give a node's page up; without a copy the node goes, and all below it, which was used before it."""
+        if node.page < 0 or node.parent is None:
+            return  # it went with another
+        if node.host is None or not node.has_copy:
+            self._tree.remove(node)
+            return
+        node.host.block.wait()
+        self._cache.let_go(node.page)
+        node.page, node.ready = -1, None
 
-    def _nodes(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def _hold_until(self, event: Event, page: int) -> None:
+        self._cache.hold(page)
+        self._moving.append((event, page))
 
-    def _longest(self, token_ids: Sequence[int]) -> tuple[list[_Node], int]:
-        """Nodes whose pages hold the beginning of a prompt, and how many of its tokens these are; with recurrent layers
-        up to a checkpoint."""
-        size, path, best = self._cache.page_size, list[_Node](), (list[_Node](), 0)
-        node: _Node | None = self._root
-        while node is not None:
-            start = len(path) * size
-            rest, following = tuple(token_ids[start : start + size]), None
-            for child in node.children.values():
-                shared = shared_length(child.tokens, rest)
-                usable = start + shared if self._cache.recurrent is None else child.last_state(start + shared)
-                if shared and usable > best[1]:
-                    best = [*path, child], usable
-                if shared == size:
-                    following = child
-            if following is not None:
-                path.append(following)
-            node = following
-        return best
+    def _settle(self) -> None:
+        """Let pages go whose copies have run."""
+        while self._moving and self._moving[0][0].query():
+            self._cache.let_go(self._moving.popleft()[1])
+
+    # states
 
     def _checkpoints(self, seq: SequenceKV, length: int) -> dict[int, Checkpoint]:
         """Those of a sequence that may be kept, by position; the others are given up."""
@@ -256,49 +308,29 @@ class PrefixIndex:
                 recurrent.drop(saved)
         return kept
 
-    def _add_states(self, node: _Node, states: dict[int, Checkpoint], stop: int) -> None:
-        """Move those up to a position to the node; one that is there already stays."""
+    def _add_states(self, node: Node, states: dict[int, Checkpoint], stop: int) -> None:
+        """Move those up to a position to the node, in the place of one that is there already."""
         for position in [position for position in states if position <= stop]:
             saved = states.pop(position)
             if node.last_state(position) == position:
                 self._drop_state(node, position)
             node.states[position] = saved
 
-    def _drop_state(self, node: _Node, position: int) -> None:
+    def _drop_state(self, node: Node, position: int) -> None:
         assert self._cache.recurrent is not None
         self._cache.recurrent.drop(node.states.pop(position))
 
-    @staticmethod
-    def _covering(node: _Node, tokens: tuple[int, ...]) -> _Node | None:
-        """A child that holds these tokens and more."""
-        return next((child for child in node.children.values() if child.tokens[: len(tokens)] == tokens), None)
-
-    def _drop_covered(self, node: _Node, tokens: tuple[int, ...]) -> dict[int, Checkpoint]:
-        """Drop children that hold nothing but a beginning of these tokens; returns their checkpoints."""
-        states: dict[int, Checkpoint] = {}
-        for child in list(node.children.values()):
-            if tokens[: len(child.tokens)] == child.tokens:
-                states |= child.states
-                child.states.clear()
-                self._remove(child)
-        return states
-
-    def _remove(self, node: _Node) -> None:
-        """Take a node and all below it out of the tree, and give their pages up."""
-        if node.parent is not None:
-            node.parent.children.pop(node.tokens, None)
-            node.parent = None
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            stack.extend(one.children.values())
-            one.children.clear()
-            one.parent = None
-            for position in list(one.states):
-                self._drop_state(one, position)
-            self._cache.let_go(one.page)
+    def _give_up(self, node: Node) -> None:
+        """What a node owned that has left the tree."""
+        for position in list(node.states):
+            self._drop_state(node, position)
+        if self._tier is not None and node.host is not None:
+            self._tier.pool.give_back(node.host.block)
+        if node.page >= 0:
+            self._cache.let_go(node.page)
 
 
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _is_ready(node: Node) -> bool:
+    if node.ready is not None and node.ready.query():
+        node.ready = None
+    return node.ready is None

@@ -127,6 +127,9 @@ class Sessions:
 
     def _start_save(self, held: Held, index: int) -> Block:
         with self._lock:
+            host = held.hosts[index]
+            if host is not None:
+                return host.block
             block = self._blocks.take()
             assert block is not None  # there are as many as are in flight
             self._copies.save(held.pages[index], held.rows_of(index), block)
@@ -134,12 +137,17 @@ class Sessions:
 
     def _write_page(self, writer: SessionWriter, held: Held, index: int, block: Block) -> None:
         try:
-            if not self._copies.is_sound(block, held.rows_of(index), held.epochs[index]):
+            host = held.hosts[index]
+            with self._lock:  # a copy to the device writes tags
+                epoch = host.epoch if host is not None else held.epochs[index]
+                is_sound = self._copies.is_sound(block, held.rows_of(index), epoch)
+            if not is_sound:
                 raise UsageError(f"page {index} of the conversation has rows that are not its own; it is not saved")
             writer.write(block.array[: self._copies.rows_bytes])
         finally:
-            with self._lock:
-                self._blocks.give_back(block)
+            if held.hosts[index] is None:
+                with self._lock:
+                    self._blocks.give_back(block)
 
     # loading
 

@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_not_the_sequences_own_is_not_used(fresh: LLM) -> N
         answer(llm, IDS[:20])
         index = llm._scheduler._index
         assert index is not None
-        for node in index._nodes():
+        for node in index._tree.nodes():
             for saved in node.states.values():
                 saved.block.memory[-4:] ^= 1  # the last layer's position
         agree(answer(llm, IDS[:25]), answer(fresh, IDS[:25]))

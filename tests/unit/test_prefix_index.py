@@ -146,7 +146,7 @@ def test_no_page_is_lost_or_given_twice(cache: KVCache) -> None:
                 continue
             assert cache.extend(seq, len(tokens) - seq.length)
             running.append((tokens, seq))
-        owned = [page for _, seq in running for page in seq.pages] + [node.page for node in index._nodes()]
+        owned = [page for _, seq in running for page in seq.pages] + [node.page for node in index._tree.nodes()]
         counts = np.bincount(owned, minlength=24)
         assert counts.tolist() == cache._references
         assert cache.num_free_pages == int((counts == 0).sum())
@@ -210,4 +210,4 @@ def test_a_faulty_page_serves_nobody() -> None:
         answer(llm, prompt)
         assert llm.stats["cached_tokens"] == 8  # the page before it
         assert page in llm._cache.quarantined
-        assert page not in [node.page for node in scheduler._index._nodes()]
+        assert page not in [node.page for node in scheduler._index._tree.nodes()]

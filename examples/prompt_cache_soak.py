@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Six conversations that take turns on room for four, saved and restored all the time, compared with uncached runs.
+
+Each round the conversations go on in a new order, four at a time, and everything that was used least recently has to
+leave the device: its rows go to the host's memory and come back when their conversation does. One conversation of each
+round is also saved to a file, forgotten, and loaded again. An engine that keeps nothing answers the same prompts.
+
+    python examples/prompt_cache_soak.py [MODEL] [--device cpu] [--rounds 10] [--filler 250] [--restores 1000]
+
+Columns: rounds; requests; those that went on from rows that were restored, from the host's memory or a file; bytes
+moved between device and host; faults that the checks on the device recorded; answers that differ from the uncached
+engine's beyond what rounding can do; memory of this process. Status 1 with a fault, a mismatch, or memory that grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from pyllm import LLM, SamplingParams
+from pyllm.errors import StaleKVError
+from pyllm.hub import resolve
+
+CONVERSATIONS = 6
+SEQUENCES = 4
+ANSWER = 8  # tokens
+NEW = 6  # tokens of a question
+MARGIN = 0.05  # of log-probabilities: below it, rounding may choose the other token
+GROWTH = 1.02  # of memory, over the second half of the run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--filler", type=int, default=250, help="tokens that each conversation begins with")
+    parser.add_argument("--restores", type=int, default=0, help="go on until so many; --rounds does not count then")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    ctx_size = options.filler + 10 * (ANSWER + NEW)
+    path = resolve(options.model)
+    common = {"device": options.device, "ctx_size": ctx_size, "n_seqs": SEQUENCES}
+    with LLM(path, prefix_cache=True, cache_ram=2 << 30, **common) as cached, LLM(path, **common) as plain:
+        return Soak(cached, plain, options.filler, options.seed).run(options.rounds, options.restores)
+
+
+class Soak:
+    """The run. Conversations begin anew when their context is full."""
+
+    def __init__(self, cached: LLM, plain: LLM, filler: int, seed: int) -> None:
+        self.cached, self.plain, self.filler = cached, plain, filler
+        self.random = random.Random(seed)
+        self.talks = [self.beginning() for _ in range(CONVERSATIONS)]
+        self.requests = self.restores = self.moved = self.faults = self.mismatches = 0
+        self.memory: list[int] = []
+
+    def beginning(self) -> list[int]:
+        return self.words(self.filler)
+
+    def words(self, count: int) -> list[int]:
+        return [self.random.randrange(self.cached.tokenizer.vocab_size) for _ in range(count)]
+
+    def run(self, rounds: int, restores: int) -> int:
+        print(f"{'rounds':>7}{'requests':>10}{'restores':>10}{'MB moved':>10}{'faults':>8}{'mismatches':>12}{'MB':>8}")
+        done = 0
+        while done < rounds if not restores else self.restores < restores:
+            order = self.random.sample(range(CONVERSATIONS), CONVERSATIONS)
+            for start in range(0, CONVERSATIONS, SEQUENCES):
+                self.go_on(order[start : start + SEQUENCES])
+            self.through_a_file(order[0])
+            done += 1
+            self.memory.append(memory_of_process())
+            if done & (done - 1) == 0 or done % 50 == 0:
+                self.report(done)
+        self.report(done)
+        half = self.memory[len(self.memory) // 2 :]
+        grows = len(half) > 50 and half[-1] > GROWTH * half[0]
+        if grows:
+            print(f"memory grew from {half[0] >> 20} to {half[-1] >> 20} MB in the second half")
+        return int(bool(self.faults or self.mismatches or grows))
+
+    def go_on(self, chosen: list[int]) -> None:
+        """A turn of each of these, side by side."""
+        params = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True, logprobs=2)
+        prompts = [self.talks[index] for index in chosen]
+        try:
+            found = answers(self.cached, prompts, params, self.count)
+        except StaleKVError as error:
+            print(error)
+            self.faults += 1
+            return
+        expected = answers(self.plain, prompts, params, lambda stats: None)
+        for index, one, other in zip(chosen, found, expected, strict=True):
+            self.mismatches += not agree(one, other)
+            self.talks[index] = self.talks[index] + [token for token, _ in one] + self.words(NEW)
+            if len(self.talks[index]) + ANSWER + NEW > self.cached.ctx_size:
+                self.talks[index] = self.beginning()
+
+    def count(self, stats: dict) -> None:
+        self.requests += 1
+        self.moved += stats["bytes_moved"]
+        self.restores += stats["cached_tokens"] > 0
+
+    def through_a_file(self, index: int) -> None:
+        """Saved, forgotten, and loaded."""
+        talk = self.talks[index]
+        if len(talk) <= self.filler:
+            return  # it has just begun: nothing of it is known
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "talk.session"
+            self.cached.save_session(file, talk)
+            self.cached.forget(talk)
+            self.cached.load_session(file)
+        self.go_on([index])
+        assert self.cached.stats["cached_tokens"], "a conversation that was loaded was computed again"
+
+    def report(self, done: int) -> None:
+        print(
+            f"{done:>7}{self.requests:>10}{self.restores:>10}{self.moved >> 20:>10}{self.faults:>8}"
+            f"{self.mismatches:>12}{self.memory[-1] >> 20:>8}",
+            flush=True,
+        )
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams, count) -> list[list[tuple[int, float]]]:
+    """Tokens of each answer, with how much likelier each was than the next."""
+    running = [llm.begin(prompt, params) for prompt in prompts]
+    found: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    while any(generation.stats()["finish_reason"] is None for generation in running):
+        llm.advance()
+    for generation, answer in zip(running, found, strict=True):
+        while (chunk := generation.take()) is not None:
+            if chunk.token is not None:
+                (_, best), (_, second) = chunk.top_logprobs
+                answer.append((chunk.token, best - second))
+        count(llm.stats)
+    return found
+
+
+def agree(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> bool:
+    """The same tokens, up to the first that rounding may decide."""
+    for (token, margin), (other, _) in zip(found, expected, strict=True):
+        if margin < MARGIN:
+            return True
+        if token != other:
+            return False
+    return True
+
+
+def memory_of_process() -> int:
+    """Resident bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
