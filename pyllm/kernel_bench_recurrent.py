@@ -26,7 +26,7 @@ from pyllm.kernel_bench_samples import (
 )
 from pyllm.kernel_check import convert
 from pyllm.kernel_recurrent_cases import EPS, TAPS, delta_qkv, delta_shape, sequences, state_rows
-from pyllm.ops.causal_conv1d import CAUSAL_CONV1D
+from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, HeadNorm
 from pyllm.ops.columns import Columns
 from pyllm.ops.copy_state import COPY_STATE
 from pyllm.ops.fill_state import FILL_STATE
@@ -84,17 +84,21 @@ def _conv_case(heads: DeltaHeads, counts: Sequence[int]) -> BenchCase:
         x = Columns(source.normal(count, channels + heads.v_size), 0, channels)
         out = source.unwritten(count, channels)
         state = _layer(source, heads, len(counts))
-        return x, source.normal(channels, TAPS), _inputs(source, counts), len(counts), state, out
+        norm = HeadNorm(2 * heads.num_k_heads, heads.head_dim, EPS)
+        return x, source.normal(channels, TAPS), _inputs(source, counts), len(counts), state, norm, out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
-        x, weight, _, _, state, out = arguments
+        x, weight, _, _, state, _, out = arguments
         window = wide(read(state.values, [0])[:, : (TAPS - 1) * channels].reshape(TAPS - 1, channels))
         inputs = wide(read(x.array, np.arange(counts[0]))[:, :channels])  # of the first sequence
         history, taps = np.concatenate([window, inputs]), wide(read(weight))
 
         def pairs() -> Pairs:
             total = sum(history[tap : tap + counts[0]] * taps[:, tap] for tap in range(TAPS))
-            return [(read(out, np.arange(counts[0])), total / (1 + np.exp(-total)))]
+            total /= 1 + np.exp(-total)
+            keys = total[:, : 2 * heads.k_size].reshape(counts[0], -1, heads.head_dim)
+            keys /= np.sqrt((keys**2).sum(-1, keepdims=True) + EPS)
+            return [(read(out, np.arange(counts[0])), total)]
 
         return pairs
 

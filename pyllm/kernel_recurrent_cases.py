@@ -10,7 +10,7 @@ import numpy as np
 from pyllm import faults
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.kernel_check import Arguments, Case
-from pyllm.ops.causal_conv1d import CAUSAL_CONV1D
+from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, HeadNorm
 from pyllm.ops.columns import Columns
 from pyllm.ops.copy_state import COPY_STATE
 from pyllm.ops.fill_state import FILL_STATE
@@ -64,7 +64,10 @@ def sequences(counts: Sequence[int], epochs: Sequence[int]) -> InputViews:
 def recurrent_cases() -> Iterator[Case]:
     """Cases of all of these ops."""
     for counts in ((1,), (2, 1, 33)):
-        yield Case(CAUSAL_CONV1D, _tokens(counts), partial(_conv, counts), (4, 5))
+        yield Case(CAUSAL_CONV1D, _tokens(counts), partial(_conv, counts, 5, None), (4, 6))
+        for dim in (32, 20):
+            name = f"{_tokens(counts)}, heads of {dim} scaled"
+            yield Case(CAUSAL_CONV1D, name, partial(_conv, counts, 8, HeadNorm(2, dim, EPS)), (4, 6))
     few, tiled = DeltaHeads(2, 6, 32, False), DeltaHeads(1, 2, 64, True)
     ubatches: tuple[tuple[DeltaHeads, tuple[int, ...]], ...]
     ubatches = ((few, (1, 1)), (few, (5, 70)), (tiled, (3,)), (tiled, (40, 1, 17)))
@@ -99,13 +102,14 @@ def _layer(rng: Rng, shape: RecurrentShape, epochs: Sequence[int]) -> LayerState
     return LayerState(rows.values, rows.marks, shape, len(shape.layers) - 1)
 
 
-def _conv(counts: Sequence[int], rng: Rng) -> Arguments:
+def _conv(counts: Sequence[int], before: int, norm: HeadNorm | None, rng: Rng) -> Arguments:
     heads, epochs = DeltaHeads(1, 2, 32, True), range(1, 1 + len(counts))
-    x = Columns(rng.standard_normal((sum(counts), heads.num_channels + 9), np.float32), 5, heads.num_channels)
+    x = rng.standard_normal((sum(counts), heads.num_channels + before + 4), np.float32)
     weight = rng.standard_normal((heads.num_channels, TAPS), np.float32)
     out = np.full((sum(counts), heads.num_channels), np.nan, np.float32)
     state = _layer(rng, delta_shape(heads, 2), epochs)
-    return x, weight, sequences(counts, epochs), len(counts), state, out
+    columns = Columns(x, before, heads.num_channels)
+    return columns, weight, sequences(counts, epochs), len(counts), state, norm, out
 
 
 def _rule(heads: DeltaHeads, counts: Sequence[int], foreign: bool, rng: Rng) -> Arguments:

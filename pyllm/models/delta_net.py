@@ -19,16 +19,15 @@ from pyllm.gguf_file import GGUFModel
 from pyllm.models.config import MAX_WIDTH
 from pyllm.models.project import project
 from pyllm.models.weights import TensorSpec, Weights
-from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
+from pyllm.ops.causal_conv1d import CAUSAL_CONV1D, HeadNorm, causal_conv1d
 from pyllm.ops.columns import Columns
 from pyllm.ops.gated_delta_rule import GATED_DELTA_RULE, DeltaHeads, gated_delta_rule, scratch_shape
 from pyllm.ops.gated_rms_norm import GATED_RMS_NORM, gated_rms_norm
-from pyllm.ops.l2_norm import L2_NORM, l2_norm
 from pyllm.ops.product_plan import Norm
 from pyllm.recurrent_state import LayerState
 
 MAX_TAPS = 64
-OPS = (CAUSAL_CONV1D, L2_NORM, GATED_DELTA_RULE, GATED_RMS_NORM)
+OPS = (CAUSAL_CONV1D, GATED_DELTA_RULE, GATED_RMS_NORM)
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ class DeltaNet:
         )
         mixed, gate, beta, alpha = Columns.side_by_side(projected, widths)
         qkv = array("delta_qkv", (num_tokens, heads.num_channels))
-        causal_conv1d(device, mixed, self._conv, batch.inputs, batch.num_seqs, state, qkv)
-        l2_norm(device, qkv, 2 * heads.num_k_heads, heads.head_dim, self._eps)
+        scaled = HeadNorm(2 * heads.num_k_heads, heads.head_dim, self._eps)
+        causal_conv1d(device, mixed, self._conv, batch.inputs, batch.num_seqs, state, scaled, qkv)
         rule = array("delta_out", (num_tokens, heads.v_size))
         needed = scratch_shape(device.target, heads, num_tokens, batch.num_seqs, batch.longest)
         scratch = None if needed is None else array("delta_scratch", needed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from pyllm.input_block import InputViews
 from pyllm.ops.check import check_array, require
 from pyllm.ops.columns import Columns, check_columns
+from pyllm.ops.l2_norm import l2_norm_ref, plan_l2_norm
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.recurrent_state import LayerState, is_own_state
 
@@ -16,8 +18,32 @@ if TYPE_CHECKING:
     from pyllm.device import Device
 
 
+MAX_SHARED_TAPS = 8  # up to which a thread keeps several channels of all of them
+FEW_TOKENS = 16  # up to which a thread has one token
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Heads at the beginning of a row that are scaled to length 1.
+
+    Attributes:
+        num_heads, head_dim: columns h * head_dim to (h + 1) * head_dim - 1 are head h.
+        eps: inside the square root.
+    """
+
+    num_heads: int
+    head_dim: int
+    eps: float
+
+
 def causal_conv1d_ref(
-    x: Columns, weight: np.ndarray, inputs: InputViews, num_seqs: int, state: LayerState, out: np.ndarray
+    x: Columns,
+    weight: np.ndarray,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    norm: HeadNorm | None,
+    out: np.ndarray,
 ) -> None:
     num_taps = weight.shape[1]
     for seq in range(num_seqs):
@@ -35,26 +61,60 @@ def causal_conv1d_ref(
             total += history[tap : tap + count] * weight[:, tap]
         with np.errstate(over="ignore"):  # exp(-total) = inf gives the right limit, 0
             np.divide(total, 1 + np.exp(-total), out=out[start:stop])
+        if norm is not None:
+            l2_norm_ref(out[start:stop], norm.num_heads, norm.head_dim, norm.eps)
 
 
 def plan_causal_conv1d(
-    target: Target, x: Columns, weight: Any, inputs: InputViews, num_seqs: int, state: LayerState, out: Any
+    target: Target,
+    x: Columns,
+    weight: Any,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    norm: HeadNorm | None,
+    out: Any,
 ) -> list[KernelLaunch]:
     num_tokens, channels = out.shape
+    num_taps = weight.shape[1]
     tables = (inputs.positions, inputs.token_seq, inputs.cu_seqlens, inputs.state_rows, inputs.state_epochs)
-    sizes = (x.start, x.row_size, channels, state.shape.row_size, state.window_start, len(state.shape.layers))
-    args = (x.array, weight, state.values, state.marks, *tables, out, *map(np.int32, (*sizes, state.index)))
-    grid = (-(-channels // 256), num_tokens)
-    return [KernelLaunch("causal_conv1d", "causal_conv1d", grid, (256,), args, {"TAPS": weight.shape[1]})]
+    vector = 4 if not any(n % 4 for n in _extents(x, channels, state)) and num_taps <= MAX_SHARED_TAPS else 1
+    fused = norm is not None and vector > 1 and norm.head_dim in (32, 64, 128)
+    tokens = 1 if num_tokens <= FEW_TOKENS or num_taps > MAX_SHARED_TAPS else 8
+    threads = 64 if num_tokens <= FEW_TOKENS else 256
+    eps, normed = (norm.eps, norm.num_heads * norm.head_dim) if norm is not None and fused else (0.0, 0)
+    sizes = (x.start, x.row_size, channels, normed, num_tokens)
+    places = (state.shape.row_size, state.window_start, len(state.shape.layers), state.index)
+    args = (x.array, weight, state.values, state.marks, *tables, out, np.float32(eps), *map(np.int32, sizes + places))
+    defines = {"TAPS": num_taps, "VEC": vector, "TOKENS": tokens, "THREADS": threads, "ONE_SEQ": int(num_seqs == 1)}
+    defines["HEAD"] = norm.head_dim if norm is not None and fused else 0
+    grid = (-(-channels // (threads * vector)), -(-num_tokens // tokens))
+    launches = [KernelLaunch("causal_conv1d", "causal_conv1d", grid, (threads,), args, defines)]
+    if norm is not None and not fused:
+        launches += plan_l2_norm(target, out, norm.num_heads, norm.head_dim, norm.eps)
+    return launches
+
+
+def _extents(x: Columns, channels: int, state: LayerState) -> tuple[int, ...]:
+    """What has to be a multiple of the channels that a thread has."""
+    return x.start, x.row_size, channels, state.shape.row_size, state.window_start
 
 
 CAUSAL_CONV1D = Op("causal_conv1d", causal_conv1d_ref, plan_causal_conv1d)
 
 
 def causal_conv1d(
-    device: Device, x: Columns, weight: Any, inputs: InputViews, num_seqs: int, state: LayerState, out: Any
+    device: Device,
+    x: Columns,
+    weight: Any,
+    inputs: InputViews,
+    num_seqs: int,
+    state: LayerState,
+    norm: HeadNorm | None,
+    out: Any,
 ) -> None:
-    """out[t, c] = silu(sum over j of weight[c, j] * x[t - kernel_size + 1 + j, c]), within each sequence.
+    """out[t, c] = silu(sum over j of weight[c, j] * x[t - kernel_size + 1 + j, c]), within each sequence;
+    then `l2_norm` of the heads that `norm` names.
 
     What stands before the ubatch's first token of a sequence comes from its window, row `state_rows` of the input
     block; the last kernel_size - 1 rows of x go to the window of the other copy (that row with its lowest bit flipped).
@@ -68,6 +128,7 @@ def causal_conv1d(
         inputs: the device's input block.
         num_seqs: sequences of the ubatch.
         state: one layer's windows and marks; windows are written.
+        norm: heads at the beginning of each row of out that are scaled to length 1; None: none.
         out: [num_tokens, num_channels] float32; must not overlap x.
 
     Numerics: float32.
@@ -83,4 +144,7 @@ def causal_conv1d(
     check_array("causal_conv1d", "out", out, (x.array.shape[0], channels), ("float32",))
     window = state.shape.window_shape
     require(window == (num_taps - 1, channels), "causal_conv1d", f"the windows are {window}, weight is {weight.shape}")
-    device.launch(CAUSAL_CONV1D, x, weight, inputs, num_seqs, state, out)
+    if norm is not None:
+        fits = 0 < norm.num_heads * norm.head_dim <= channels
+        require(fits, "causal_conv1d", f"{norm.num_heads} heads of {norm.head_dim}, {channels} channels")
+    device.launch(CAUSAL_CONV1D, x, weight, inputs, num_seqs, state, norm, out)

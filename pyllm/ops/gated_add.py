@@ -22,6 +22,7 @@ def gated_add_ref(h: np.ndarray, weight: np.ndarray, x: np.ndarray, out: np.ndar
 def plan_gated_add(target: Target, h: Any, weight: Any, x: Any, out: Any) -> list[KernelLaunch]:
     num_tokens, columns = out.shape
     defines = {"H_F16": int(h.dtype == np.float16), "X_F16": int(x.dtype == np.float16)}
+    defines["VEC"] = 1 if h.shape[1] % 8 or columns % 8 else 8
     args = (h, weight, x, out, np.int32(h.shape[1]), np.int32(columns))
     return [KernelLaunch("gated_add", "gated_add", (num_tokens,), (256,), args, defines)]
 

@@ -31,7 +31,8 @@ def plan_gated_rms_norm(target: Target, x: Any, weight: Any, eps: float, gate: C
     sizes = (num_tokens * num_heads, num_heads, head_dim, gate.start, gate.row_size)
     args = (x, weight, gate.array, out, np.float32(eps), *map(np.int32, sizes))
     blocks = -(-num_tokens * num_heads // (256 // target.warp_size))
-    defines = {"OUT_F16": int(out.dtype == np.float16)}
+    vector = 1 if head_dim % 4 or gate.start % 4 or gate.row_size % 4 else 4
+    defines = {"OUT_F16": int(out.dtype == np.float16), "VEC": vector}
     return [KernelLaunch("gated_rms_norm", "gated_rms_norm", (blocks,), (256,), args, defines)]
 
 

@@ -19,9 +19,10 @@ def sigmoid_mul_ref(gate: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def plan_sigmoid_mul(target: Target, gate: Any, x: Any, out: Any) -> list[KernelLaunch]:
-    defines = {"X_F16": int(x.dtype == np.float16)}
+    vector = 1 if x.size % 8 else 8
+    defines = {"X_F16": int(x.dtype == np.float16), "VEC": vector}
     args = (gate, x, out, np.int64(x.size))
-    return [KernelLaunch("sigmoid_mul", "sigmoid_mul", (-(-x.size // 256),), (256,), args, defines)]
+    return [KernelLaunch("sigmoid_mul", "sigmoid_mul", (-(-x.size // (256 * vector)),), (256,), args, defines)]
 
 
 SIGMOID_MUL = Op("sigmoid_mul", sigmoid_mul_ref, plan_sigmoid_mul)

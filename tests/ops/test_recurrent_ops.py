@@ -16,7 +16,7 @@ from pyllm.faults import FaultKind
 from pyllm.input_block import InputLayout, InputViews
 from pyllm.kernel_check import check_case
 from pyllm.kernel_recurrent_cases import recurrent_cases
-from pyllm.ops.causal_conv1d import causal_conv1d
+from pyllm.ops.causal_conv1d import HeadNorm, causal_conv1d
 from pyllm.ops.columns import Columns
 from pyllm.ops.gated_add import gated_add
 from pyllm.ops.gated_delta_rule import (
@@ -112,7 +112,7 @@ def test_causal_conv1d(device: Device, pieces: tuple[int, ...], num_taps: int) -
         out = device.empty((2 * count, channels), np.float32)
         inputs = sequences.inputs()
         for state in sequences.cache.layers:
-            causal_conv1d(device, wider(device, x), on_device(device, weight), inputs, 2, state, out)
+            causal_conv1d(device, wider(device, x), on_device(device, weight), inputs, 2, state, None, out)
         mark_written(sequences)
         sequences.advance()
         for index in range(2):
@@ -122,6 +122,27 @@ def test_causal_conv1d(device: Device, pieces: tuple[int, ...], num_taps: int) -
         exact = exact_conv(whole[index].astype(np.float64), weight)
         plain = exact_conv(whole[index], weight)
         check_against_float64(np.concatenate(found[index]), exact, plain)
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 32), (3, 64), (2, 128), (5, 20)])
+@pytest.mark.parametrize("counts", [(1, 1), (3, 29), (20,)], ids=str)
+def test_causal_conv1d_scales_heads(device: Device, counts: tuple[int, ...], num_heads: int, head_dim: int) -> None:
+    channels = num_heads * head_dim + 36
+    shape = RecurrentShape((3,), 4, channels, 1, 8)
+    sequences = Sequences(device, shape, list(counts))
+    x, weight = random((sum(counts), channels), 1), random((channels, 4), 2)
+    out = device.empty(x.shape, np.float32)
+    (state,), norm = sequences.cache.layers, HeadNorm(num_heads, head_dim, 1e-6)
+    arguments = (sequences.inputs(), len(counts), state, norm, out)
+    causal_conv1d(device, wider(device, x), on_device(device, weight), *arguments)
+
+    def formula(dtype: Any) -> np.ndarray:
+        found = np.concatenate([exact_conv(part, weight) for part in np.split(x.astype(dtype), np.cumsum(counts)[:-1])])
+        heads = found[:, : num_heads * head_dim].reshape(len(x), num_heads, head_dim)
+        heads /= np.sqrt((heads**2).sum(-1, keepdims=True) + dtype(1e-6))
+        return found
+
+    check_against_float64(device.download(out), formula(np.float64), formula(np.float32))
 
 
 def mark_written(sequences: Sequences) -> None:
@@ -405,7 +426,8 @@ def test_arguments_that_do_not_fit_are_refused(device: Device) -> None:
     with pytest.raises(ShapeError, match="the windows are"):
         weight = on_device(device, random((8, 3)))
         causal_conv1d(
-            device, whole, weight, sequences.inputs(), 1, sequences.cache.layers[0], on_device(device, random((2, 8)))
+            *(device, whole, weight, sequences.inputs(), 1, sequences.cache.layers[0], None),
+            on_device(device, random((2, 8))),
         )
 
 
