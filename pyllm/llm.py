@@ -34,6 +34,7 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
+from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET, DiskTier
 from pyllm.prompt_cache.fingerprint import fingerprint
 from pyllm.prompt_cache.host_tier import HostTier
 from pyllm.prompt_cache.index import PrefixIndex
@@ -75,6 +76,8 @@ class EngineOptions:
     kv_trace_every: int = DEFAULT_EVERY
     prefix_cache: bool = False
     cache_ram: int | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_disk: int | None = None
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:
@@ -84,8 +87,12 @@ class EngineOptions:
                 continue
             if type(value) is not int or not 1 <= value <= MAX_OPTION:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
-        if self.cache_ram is not None and (type(self.cache_ram) is not int or self.cache_ram < 0):
-            raise UsageError(f"cache_ram is {self.cache_ram!r}; it must be a number of bytes")
+        for name in ("cache_ram", "cache_disk"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise UsageError(f"{name} is {value!r}; it must be a number of bytes")
+        if self.cache_dir is not None and not self.prefix_cache:
+            raise UsageError("cache_dir needs prefix_cache=True")
         if self.inputs not in INPUTS:
             raise UsageError(f"inputs is {self.inputs!r}; choose one of {', '.join(INPUTS)}")
 
@@ -110,6 +117,9 @@ class LLM:
             `stats["cached_tokens"]` says how many tokens that saved. Of recurrent layers, checkpoints are kept.
         cache_ram: bytes of pinned host memory that what is kept may take; default: an eighth of the machine's memory,
             at most 4 GiB. Taken when it is needed.
+        cache_dir: a folder for conversations, which later processes find again there; it is made private. None: nothing
+            is written to disk.
+        cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
@@ -144,6 +154,8 @@ class LLM:
         kv_trace_every: int = DEFAULT_EVERY,
         prefix_cache: bool = False,
         cache_ram: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_disk: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -153,6 +165,8 @@ class LLM:
             kv_trace_every=kv_trace_every,
             prefix_cache=prefix_cache,
             cache_ram=cache_ram,
+            cache_dir=cache_dir,
+            cache_disk=cache_disk,
         )
         self._open(path, open_device(device, graphs), options, progress)
 
@@ -172,6 +186,7 @@ class LLM:
         self._device = device
         self._stats: dict[str, Any] = {}
         self._last_ids: list[int] = []
+        self._disk: DiskTier | None = None
         self._trace: KVTrace | None = None
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
@@ -184,6 +199,9 @@ class LLM:
                 if self._index is not None:
                     identity = fingerprint(gguf, self._model.config, self._cache.kv_type, options.page_size)
                     self._sessions = Sessions(self._cache, self._index, self._lock, lambda: identity)
+                    if options.cache_dir is not None:
+                        budget = DEFAULT_BUDGET if options.cache_disk is None else options.cache_disk
+                        self._disk = DiskTier(Path(options.cache_dir), budget, self._sessions, identity)
         except MemoryError as error:
             self.close()
             raise DeviceError(f"{path}: not enough memory on {device.name}; try a smaller context (-c)") from error
@@ -383,6 +401,10 @@ class LLM:
         return Request(ids, len(ids), params, sampler, checkpoints=checkpoints)
 
     def _add(self, request: Request) -> None:
+        if self._disk is not None and self._index is not None and request.sampler is not None:
+            with self._lock:
+                known = self._index.known(request.token_ids[:-1], anywhere=True)
+            self._disk.bring(request.token_ids, known)
         with self._lock:
             request.bytes_before = self._bytes_moved
             self._scheduler.add(request)
@@ -515,6 +537,8 @@ class LLM:
             request.bytes_moved = self._bytes_moved - request.bytes_before
             self._stats = request.stats()
             self._last_ids = request.token_ids
+            if self._disk is not None and request.sampler is not None and reason != "error":
+                self._disk.note(request.token_ids)
         if self._lock.acquire(blocking=False):
             try:
                 self._scheduler.drop_ended()
@@ -628,6 +652,8 @@ class LLM:
     def close(self) -> None:
         """Wait until nothing runs, then free everything. Calling it twice is harmless; other threads may be generating,
         and are told."""
+        if self._disk is not None:
+            self._disk.close()
         self._device.abandon()
         with self._lock:  # no step of another thread may still be queueing work for memory that goes away
             if self._trace is not None:

@@ -251,11 +251,21 @@ class CacheOptions:
     """What is kept; `engine` gives them the names of the arguments of `LLM`."""
 
     cache_ram: int | None
+    cache_dir: str | None
+    cache_disk: int | None
     no_cache: bool
 
     def engine(self) -> dict[str, Any]:
-        """Arguments of `LLM`."""
-        return {"prefix_cache": not self.no_cache, **_given(self, "no_cache")}
+        """Arguments of `LLM`.
+
+        Raises:
+            click.UsageError: two options exclude each other.
+        """
+        if self.cache_disk is not None and self.cache_dir is None:
+            raise click.UsageError("--cache-disk needs --cache-dir")
+        if self.no_cache:
+            return {}
+        return {"prefix_cache": True, **_given(self, "no_cache")}
 
 
 session_option = click.option(
@@ -270,6 +280,12 @@ cache_options = _together(
         metavar="SIZE",
         callback=byte_size,
         help="Memory of the host for what is kept of ended sequences. [default: 1/8 of it, at most 4G]",
+    ),
+    click.option(
+        "--cache-dir", metavar="DIR", help="Keep conversations in DIR too, where later processes find them. Private."
+    ),
+    click.option(
+        "--cache-disk", metavar="SIZE", callback=byte_size, help="Room for the files in --cache-dir. [default: 8G]"
     ),
     click.option("--no-cache", is_flag=True, help="Keep nothing of ended sequences: compute every prompt anew."),
 )

@@ -24,8 +24,10 @@ from pyllm.commands.console import note
 from pyllm.commands.models import local_model, model_and_text, model_argument
 from pyllm.commands.options import (
     SIZE,
+    CacheOptions,
     EngineOptions,
     SamplingOptions,
+    cache_options,
     engine_options,
     sampling_options,
     session_option,
@@ -55,6 +57,7 @@ class RunOptions:
     session: str | None
     sampling: SamplingOptions
     engine: EngineOptions
+    cache: CacheOptions
 
     def check(self) -> None:
         """Refuse combinations that make no sense.
@@ -85,6 +88,7 @@ class RunOptions:
 )
 @session_option
 @engine_options("Tokens that prompt and answer may have together. [default: 4096]")
+@cache_options
 @sampling_options
 def command(**values: Any) -> None:
     """Answer PROMPT with MODEL: the path of a GGUF file, or a known name such as demo.
@@ -100,8 +104,9 @@ def command(**values: Any) -> None:
     """
     if values["file"] is None:
         values["model"], values["prompt"] = model_and_text(values["model"], values["prompt"])
-    sampling, engine = taken(SamplingOptions, values), taken(EngineOptions, values)
-    status = run(RunOptions(**values, sampling=sampling, engine=engine))
+    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions}
+    options: dict[str, Any] = {name: taken(group, values) for name, group in groups.items()}
+    status = run(RunOptions(**values, **options))
     click.get_current_context().exit(status)
 
 
@@ -112,8 +117,8 @@ def run(options: RunOptions) -> int:
     params = options.sampling.params(logprobs=options.logprobs or 0)
     path = local_model(options.model)
     started = time.perf_counter()
-    more = {"prefix_cache": True} if options.session is not None else {}
-    with options.engine.open(path, **more) as llm:
+    keeps = options.session is not None or options.cache.cache_dir is not None  # else nothing comes after it
+    with options.engine.open(path, **(options.cache.engine() if keeps else {})) as llm:
         load_seconds = time.perf_counter() - started
         answer = Answer()
         begun = Conversation(None if options.system is None else checked_text(options.system, "--system"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyllm.errors import SessionError, UsageError
 from pyllm.hub import models_dir
+from pyllm.prompt_cache.session_file import PARTIAL
 
 SUFFIX = ".session"
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
@@ -57,6 +58,18 @@ def make_private(folder: Path) -> None:
             os.chmod(folder, 0o700)
     except OSError as error:
         raise SessionError(f"{folder}: the folder cannot be made: {error.strerror}") from error
+
+
+def remove_partial(folder: Path) -> int:
+    """Remove what processes left behind that were killed while they wrote; returns how many files. Other processes of
+    this machine that write are left alone."""
+    removed = 0
+    for path in folder.glob(f".*{PARTIAL}"):
+        owner = path.name.removesuffix(PARTIAL).rpartition(".")[2].partition("-")[0]
+        if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+            path.unlink(missing_ok=True)
+            removed += 1
+    return removed
 
 
 def session_files(folder: Path) -> list[Path]:

@@ -122,9 +122,9 @@ class PrefixIndex:
         seq = self._cache.adopt([node.page for node in path], [node.epoch for node in path], length, state)
         return Taken(seq, ready)
 
-    def known(self, token_ids: Sequence[int]) -> int:
-        """How many tokens of a prompt have rows on the device, so that it needs no pages for them."""
-        return self._tree.longest(token_ids, on_device=True)[1]
+    def known(self, token_ids: Sequence[int], anywhere: bool = False) -> int:
+        """How many tokens of a prompt have rows on the device, so that it needs no pages for them; or anywhere."""
+        return self._tree.longest(token_ids, on_device=not anywhere)[1]
 
     def keep(self, token_ids: Sequence[int], seq: SequenceKV) -> None:
         """Keep the clean rows of a sequence that is about to be released, and its checkpoints.

@@ -77,17 +77,19 @@ class PinnedPool:
         block_bytes: of each block.
         budget: bytes that all blocks may take together.
         what: what a block holds, for the line that says that the budget is too small for even one.
+        evicts: blocks that are kept give way; False: they are their owner's until they are given back.
 
     Attributes:
         num_allocated: blocks that exist.
     """
 
-    def __init__(self, device: Device, block_bytes: int, budget: int, what: str) -> None:
+    def __init__(self, device: Device, block_bytes: int, budget: int, what: str, evicts: bool = True) -> None:
         self.block_bytes = block_bytes
         self.num_allocated = 0
         self._device = device
         self._limit = budget // block_bytes
         self._what = what
+        self._evicts = evicts
         self._kept: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self._free: list[PinnedBuffer] = []
         self._retired: deque[Block] = deque()
@@ -152,7 +154,7 @@ class PinnedPool:
         return buffer
 
     def _evict(self) -> PinnedBuffer | None:
-        block = next((block for block in self._kept if block.is_idle), None)
+        block = next((block for block in self._kept if block.is_idle), None) if self._evicts else None
         if block is None:
             return None
         block.is_kept = False

@@ -77,7 +77,8 @@ class Sessions:
         self._identity = identity
         self._copies = PageCopies(cache)
         self._one_at_a_time = threading.Lock()
-        self._blocks = PinnedPool(cache.device, self._copies.num_bytes, IN_FLIGHT * self._copies.num_bytes, "a page")
+        size = self._copies.num_bytes
+        self._blocks = PinnedPool(cache.device, size, IN_FLIGHT * size, "a page", evicts=False)
 
     # saving
 
@@ -99,6 +100,16 @@ class Sessions:
                 with self._lock:
                     self._index.let_go(held)
         return Session(list(held.token_ids), dict(chat), path.stat().st_size)
+
+    def size(self, token_ids: Sequence[int]) -> int:
+        """Bytes that `save` would write, about; 0 when nothing is known of these tokens."""
+        with self._lock:
+            held = self._index.hold(token_ids)
+            try:
+                states = sum(saved.values.nbytes for saved in held.states)
+                return len(held.pages) * self._copies.rows_bytes + states + 8 * held.length
+            finally:
+                self._index.let_go(held)
 
     def _write(self, path: Path, held: Held, chat: Mapping[str, Any]) -> None:
         metadata = {

@@ -20,6 +20,7 @@ from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
 from pyllm.kv_types import KV_TYPES
 from pyllm.llm import INPUTS, Chunk, EngineOptions
+from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET
 from pyllm.sampling import SamplingParams
 from tests.commands.fake_llm import FakeLLM
 
@@ -73,11 +74,12 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
         for option in command.params
         if isinstance(option, click.Option) and (match := re.search(r"\[default: ([\w.]+)\]", option.help or ""))
     }
+    defaults["cache_disk"] = f"{DEFAULT_BUDGET >> 30}G"
     assert told == {name: str(defaults[name]) for name in told}
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
     elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
     elsewhere |= {"inflight", "kv_trace"}
-    assert set(told) == names - elsewhere
+    assert set(told) == (names | {"cache_disk"}) - elsewhere
 
 
 def test_choices_are_those_of_the_engine() -> None:

@@ -1,0 +1,167 @@
+"""Conversations on disk: a new process finds them by their tokens; a folder is shared, bounded and private."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyllm.errors import UsageError
+from pyllm.llm import LLM
+from pyllm.prompt_cache import disk_tier
+from pyllm.prompt_cache.folder import session_files
+from tests.engine import greedy, open_engine, tokens
+from tests.refdata import model_path, reference
+
+PLAIN, HYBRID = "llama-a-f32", "qwen3next-b-eqheads-bf16"
+IDS = {PLAIN: list(range(3, 250)), HYBRID: reference("qwen3next-b-eqheads")["n300_tokens"].tolist()}
+
+
+@pytest.fixture(params=[PLAIN, HYBRID])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def engine(name: str, folder: Path, **options: Any) -> LLM:
+    options = {"ctx_size": 160, "page_size": 8, "prefix_cache": True, "cache_dir": folder / "c", **options}
+    return open_engine(model_path(name), **options)
+
+
+def ask(llm: LLM, prompt: list[int], count: int = 4) -> list[int]:
+    return tokens(llm.generate(prompt, greedy(count)))
+
+
+def files(folder: Path) -> list[Path]:
+    return session_files(folder / "c")
+
+
+def test_a_new_process_finds_a_conversation(name: str, tmp_path: Path) -> None:
+    talk = IDS[name][:90]
+    with engine(name, tmp_path) as llm:
+        first = ask(llm, talk)
+    with engine(name, tmp_path) as llm, engine(name, tmp_path, prefix_cache=False, cache_dir=None) as fresh:
+        following = [*talk, *first, 5, 6]
+        assert ask(llm, following) == ask(fresh, following)
+        assert llm.stats["cached_tokens"] == len(talk) + 3
+        assert ask(llm, IDS[name][100:190]) == ask(fresh, IDS[name][100:190])
+        assert llm.stats["cached_tokens"] == 0
+    assert len(files(tmp_path)) == 2  # the longer one took the place of the shorter
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_short_or_known_is_not_written(name: str, tmp_path: Path) -> None:
+    with engine(name, tmp_path) as llm:
+        ask(llm, IDS[name][:30])
+    assert not files(tmp_path)
+    for _ in range(2):
+        with engine(name, tmp_path) as llm:
+            ask(llm, IDS[name][:90])
+        (path,) = files(tmp_path)
+        inode = path.stat().st_ino
+    assert files(tmp_path)[0].stat().st_ino == inode
+
+
+def test_conversations_are_written_when_they_are_left_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "IDLE", 0.05)
+    with engine(name, tmp_path) as llm:
+        ask(llm, IDS[name][:90])
+        deadline = threading.Event()
+        for _ in range(200):
+            if files(tmp_path):
+                break
+            deadline.wait(0.05)
+        assert files(tmp_path)
+
+
+def test_the_budget_holds(tmp_path: Path) -> None:
+    with engine(PLAIN, tmp_path) as llm:
+        ask(llm, IDS[PLAIN][:90])
+    size = files(tmp_path)[0].stat().st_size
+    for start in (10, 20, 30):
+        with engine(PLAIN, tmp_path, cache_disk=int(2.5 * size)) as llm:
+            ask(llm, IDS[PLAIN][start : start + 90])
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 2.5 * size
+    assert len(files(tmp_path)) == 2
+    with engine(PLAIN, tmp_path, cache_disk=int(2.5 * size)) as llm:
+        ask(llm, IDS[PLAIN][30:120])
+        assert llm.stats["cached_tokens"] == 89  # the last one is there
+
+
+def test_an_entry_larger_than_the_budget_is_skipped_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine(PLAIN, tmp_path, cache_disk=1000) as llm:
+        ask(llm, IDS[PLAIN][:90])
+    assert not files(tmp_path)
+    assert "larger than the cache on disk" in caplog.text and len(caplog.records) == 1
+
+
+def test_damaged_entries_are_removed_and_not_used(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine(name, tmp_path) as llm:
+        expected = ask(llm, IDS[name][:90])
+    (path,) = files(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with engine(name, tmp_path) as llm:
+        assert ask(llm, IDS[name][:90]) == expected
+        assert llm.stats["cached_tokens"] == 0
+        assert not path.exists()
+    assert "is damaged" in caplog.text and "removed from the cache" in caplog.text
+
+
+def test_entries_of_other_engines_are_left_alone(tmp_path: Path) -> None:
+    with engine(PLAIN, tmp_path) as llm:
+        ask(llm, IDS[PLAIN][:90])
+    with engine(PLAIN, tmp_path, kv_type="f16") as llm:
+        ask(llm, IDS[PLAIN][:90])
+        assert llm.stats["cached_tokens"] == 0
+    assert len(files(tmp_path)) == 2
+
+
+def test_two_engines_share_a_folder(tmp_path: Path) -> None:
+    with engine(PLAIN, tmp_path) as one, engine(PLAIN, tmp_path) as other:
+        expected = ask(one, IDS[PLAIN][:90])
+        assert one._disk is not None
+        one._disk.close()
+        assert ask(other, IDS[PLAIN][:90]) == expected
+        assert other.stats["cached_tokens"] == 89
+
+
+def test_an_entry_that_another_process_removes_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine(PLAIN, tmp_path) as llm:
+        expected = ask(llm, IDS[PLAIN][:90])
+    with engine(PLAIN, tmp_path) as llm:
+        assert llm._disk is not None
+        llm._disk._look()
+        files(tmp_path)[0].unlink()
+        llm._disk._seen = (tmp_path / "c").stat().st_mtime_ns  # it has not looked since
+        assert ask(llm, IDS[PLAIN][:90]) == expected
+        assert llm.stats["cached_tokens"] == 0
+    assert not caplog.records
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "c").mkdir()
+    left, own = (tmp_path / "c" / f".a.session.{pid}-ab.partial" for pid in (ended.pid, 1))
+    left.touch()
+    own.touch()
+    with engine(PLAIN, tmp_path):
+        assert not left.exists() and own.exists()
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    from pyllm.errors import SessionError
+
+    with pytest.raises(SessionError, match="cannot be made"):
+        engine(PLAIN, tmp_path)
+    with pytest.raises(UsageError, match="needs prefix_cache"):
+        engine(PLAIN, tmp_path, prefix_cache=False)
