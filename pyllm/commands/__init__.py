@@ -29,6 +29,7 @@ from pyllm.errors import PyllmError, UsageError
 COMMANDS = (
     "batch",
     "bench",
+    "cache",
     "chat",
     "doctor",
     "inspect",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pyllm.errors import SessionError, UsageError
 from pyllm.hub import models_dir
-from pyllm.prompt_cache.session_file import PARTIAL
 
 SUFFIX = ".session"
+PARTIAL = ".partial"  # how names of files that are being written end
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 

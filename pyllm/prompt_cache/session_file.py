@@ -33,11 +33,11 @@ from typing import Any, BinaryIO, NoReturn, Self
 import numpy as np
 
 from pyllm.errors import SessionError
+from pyllm.prompt_cache.folder import PARTIAL
 
 FORMAT = "pyllm session"
 VERSION = 1
 MAX_HEADER = 64 << 20  # bytes
-PARTIAL = ".partial"  # how names of files that are being written end
 _DTYPES = {"I32": np.int32, "U8": np.uint8, "F32": np.float32, "U32": np.uint32}
 _LENGTH = struct.Struct("<Q")
 _CHECKSUMS = "checksums"

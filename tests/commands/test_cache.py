@@ -1,0 +1,85 @@
+"""`pyllm cache`: files are listed, shown, verified, removed; damaged ones are told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pyllm.commands import main
+from pyllm.conversation import Conversation
+from pyllm.prompt_cache.folder import session_path
+from tests.engine import greedy, open_engine, tokens
+from tests.refdata import model_path
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def pyllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command, with three sessions: a (the oldest), b, c."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    session_path("a").parent.mkdir(parents=True)
+    talked = Conversation("Be brief.")
+    talked.add("What is it?", "It is.", (1, 2))
+    with open_engine(model_path("llama-a-f32"), prefix_cache=True) as llm:
+        for index, name in enumerate("abc"):
+            tokens(llm.generate(list(range(3, 20 + index)), greedy(3)))
+            llm.save_session(session_path(name), chat=talked.to_json())
+            os.utime(session_path(name), (1, time.time() - (3 - index) * 100_000))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["cache", *arguments])
+
+    return run
+
+
+def damage(name: str) -> None:
+    content = bytearray(session_path(name).read_bytes())
+    content[len(content) // 2] ^= 1
+    session_path(name).write_bytes(content)
+
+
+def test_list(pyllm: Run) -> None:
+    result = pyllm("list")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["c", "b", "a"]
+    assert "21 tokens, 1 turns, " in result.stdout and ", f32" in result.stdout
+    assert "3 files, " in result.stderr
+    assert pyllm("list", "--dir", "/nowhere").stderr.startswith("0 files")
+
+
+def test_show(pyllm: Run) -> None:
+    result = pyllm("show", "a")
+    assert "19 tokens" in result.stdout and "f32, 64 to a page" in result.stdout
+    assert result.stdout.endswith("system: Be brief.\n\nuser: What is it?\n\nassistant: It is.\n")
+    assert "no such session" in pyllm("show", "z").stderr
+
+
+def test_verify(pyllm: Run) -> None:
+    assert pyllm("verify").exit_code == 0
+    damage("b")
+    result = pyllm("verify")
+    assert result.exit_code == 1
+    assert [line.endswith("in order") for line in result.stdout.splitlines()] == [True, False, True]
+    assert pyllm("verify", "a", "c").exit_code == 0
+    assert "section 'page.0' is damaged" in pyllm("verify", "b").stdout
+
+
+def test_remove(pyllm: Run) -> None:
+    assert pyllm("remove", "a", "b").exit_code == 0
+    assert [line.split()[0] for line in pyllm("list").stdout.splitlines()] == ["c"]
+    assert pyllm("remove", "a").exit_code == 2
+
+
+def test_prune(pyllm: Run) -> None:
+    session_path("b").write_bytes(session_path("b").read_bytes()[:-1])
+    assert "Removed b" in pyllm("prune").stderr
+    assert session_path("a").exists() and not session_path("b").exists()
+    assert "not used for 2 days" in pyllm("prune", "--older-than", "2").stderr
+    assert not session_path("a").exists() and session_path("c").exists()
+    assert "beyond --max-size" in pyllm("prune", "--max-size", "10").stderr
+    assert not session_path("c").exists()
