@@ -56,6 +56,7 @@ INPUTS = ("copy", "zero-copy")
 MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
 Progress = Callable[[int, int], None]
+PrefillProgress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -420,6 +421,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         answers: Sequence[Sequence[int]] = (),
+        progress: PrefillProgress | None = None,
         **template_args: Any,
     ) -> Iterator[Chunk]:
         """Answer the last message of a conversation.
@@ -428,6 +430,8 @@ class LLM:
             messages: mappings with "role" and "content". Special-token strings in them are plain text.
             answers: token ids of the assistant's messages, in order, as they were generated; with them the beginning of
                 a conversation that was kept matches, however its text would be encoded.
+            progress: called with (tokens of the prompt whose rows are there, all of them, those that were there before)
+                after each step of the engine, until the first token comes.
             template_args: further variables for the template.
 
         Yields:
@@ -438,7 +442,7 @@ class LLM:
         """
         template_args["answers"] = answers
         ids = self.chat_tokens(messages, **template_args)
-        return self._stream(self._request(ids, params, self._turn_start(ids, messages, template_args)))
+        return self._stream(self._request(ids, params, self._turn_start(ids, messages, template_args)), progress)
 
     def _turn_start(
         self, ids: list[int], messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
@@ -504,12 +508,12 @@ class LLM:
         finally:
             self._end([request])
 
-    def _stream(self, request: Request) -> Iterator[Chunk]:
+    def _stream(self, request: Request, progress: PrefillProgress | None = None) -> Iterator[Chunk]:
         generation = Generation(request, self.tokenizer, self._end_one)
         try:
             self._add(request)
             while True:
-                self._run_until(request, lambda: generation.has_news)
+                self._run_until(request, lambda: generation.has_news, None if request.num_generated else progress)
                 chunk = generation.take()
                 assert chunk is not None
                 yield chunk
@@ -518,12 +522,16 @@ class LLM:
         finally:
             generation.close()
 
-    def _run_until(self, request: Request, reached: Callable[[], object]) -> None:
+    def _run_until(
+        self, request: Request, reached: Callable[[], object], progress: PrefillProgress | None = None
+    ) -> None:
         """Step the engine until a request has got somewhere; all other open requests move on too."""
         while not reached():
             with self._lock:
                 if not reached() and not self._scheduler.step() and not reached():  # another thread may step for us
                     raise PyllmError("the engine has nothing to do, but an answer is not complete: please report this")
+            if progress is not None and request.kv is not None:
+                progress(min(request.kv.num_clean, request.num_prompt), request.num_prompt, request.num_cached)
         if request.error is not None and not request.emitted:
             raise request.error
 

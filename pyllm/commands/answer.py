@@ -15,6 +15,8 @@ from pyllm.commands.console import note, size_text, warn, without_controls
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM, Chunk
+    from pyllm.terminal.answer_view import AnswerView
+    from pyllm.thinking import Part
 
 
 @dataclass
@@ -22,11 +24,13 @@ class Answer:
     """What came out so far.
 
     Attributes:
+        reasoning: what was parted from the text, see `collect_parts`.
         logprobs: of each token, as `Chunk` has them: its own, and those of the likeliest.
         finish_reason: "stop", "length" or "interrupted"; None while it runs.
     """
 
     text: str = ""
+    reasoning: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[float | None, tuple[tuple[int, float], ...]]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -37,10 +41,7 @@ class Answer:
         try:
             for chunk in chunks:
                 self.text += chunk.text
-                self.finish_reason = chunk.finish_reason
-                if chunk.token is not None:
-                    self.tokens.append(chunk.token)
-                    self.logprobs.append((chunk.logprob, chunk.top_logprobs))
+                self._add(chunk)
                 if show and chunk.text:
                     sys.stdout.write(without_controls(chunk.text) if is_terminal else chunk.text)
                     sys.stdout.flush()
@@ -48,10 +49,31 @@ class Answer:
             if show and self.text and not self.text.endswith("\n"):
                 sys.stdout.write("\n")
 
+    def collect_parts(self, parts: Iterable[Part], view: AnswerView) -> None:
+        """Take all parts, showing them as they come."""
+        try:
+            for part in parts:
+                self.text += part.answer
+                self.reasoning += part.reasoning
+                self._add(part.chunk)
+                if part.reasoning:
+                    view.reasoning(part.reasoning)
+                if part.answer:
+                    view.answer(part.answer)
+        finally:
+            view.end()
+
+    def _add(self, chunk: Chunk) -> None:
+        self.finish_reason = chunk.finish_reason
+        if chunk.token is not None:
+            self.tokens.append(chunk.token)
+            self.logprobs.append((chunk.logprob, chunk.top_logprobs))
+
 
 def said(llm: LLM, answer: Answer) -> tuple[int, ...]:
-    """The tokens that say what was shown: without an end token."""
-    ids = answer.tokens
+    """The tokens that say what was shown: without an end token. Nothing, where reasoning was among them, of which the
+    conversation keeps nothing."""
+    ids = answer.tokens if not answer.reasoning else []
     return tuple(ids[:-1] if ids and llm.tokenizer.is_eog(ids[-1]) else ids)
 
 
@@ -80,12 +102,12 @@ def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
 
 
 @contextmanager
-def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Chunk]], Iterator[Chunk]]]:
+def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
     """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt.
 
     Yields:
-        A function through which the chunks are to be taken: a Ctrl-C that came before the engine had the request ends
-        it with its first token.
+        A function through which the chunks, or parts, are to be taken: a Ctrl-C that came before the engine had the
+        request ends it with its first token.
     """
     previous = signal.getsignal(signal.SIGINT)
     pressed = False
@@ -96,7 +118,7 @@ def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Chunk]], Ite
         signal.signal(signal.SIGINT, previous)
         llm.interrupt()
 
-    def until_pressed(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def until_pressed(chunks: Iterable[Any]) -> Iterator[Any]:
         for chunk in chunks:
             yield chunk
             if pressed:

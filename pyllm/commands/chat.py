@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ import click
 
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, introduce, said, summary, why_cut_off
+from pyllm.commands.attachments import Attachments
 from pyllm.commands.console import note
-from pyllm.commands.line import at_terminal, read_line
 from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import (
     CacheOptions,
@@ -28,14 +29,42 @@ from pyllm.commands.prompt import checked_text, read_stdin
 from pyllm.commands.session_commands import SessionCommands, resumed
 from pyllm.conversation import Conversation
 from pyllm.errors import ContextError, PyllmError, SamplingError, StaleKVError, TemplateError
+from pyllm.terminal.answer_view import AnswerView
+from pyllm.terminal.completion import files
+from pyllm.terminal.editor import Editor, Line, at_terminal, open_editor
+from pyllm.terminal.history import history_path
+from pyllm.terminal.status import status_text
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM
 
-MARKER = "> "
-
 # What concerns one answer: the next may do better. Any other error ends the program.
 _PASSING = (TemplateError, ContextError, SamplingError, StaleKVError)
+
+
+@dataclass(frozen=True)
+class Think:
+    """What is done with reasoning.
+
+    Attributes:
+        limit: tokens of it at most.
+    """
+
+    hides: bool = False
+    limit: int | None = None
+
+    @classmethod
+    def parsed(cls, ctx: click.Context, param: click.Parameter, text: str) -> Think:
+        """A click callback."""
+        named = {"show": cls(), "hide": cls(hides=True), "off": cls(limit=0)}
+        if text in named:
+            return named[text]
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            raise click.BadParameter(f"{text!r} is none of show, hide, off and a number of tokens")
+        return cls(limit=int(text))
+
+
+SHOW = Think()
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,8 @@ class ChatOptions:
     model: str
     system: str | None
     session: str | None
+    think: Think
+    no_history: bool
     sampling: SamplingOptions
     engine: EngineOptions
     cache: CacheOptions
@@ -53,17 +84,29 @@ class ChatOptions:
 @click.command("chat")
 @model_argument
 @click.option("--system", metavar="TEXT", help="System message, put before the conversation by the chat template.")
+@click.option(
+    "--think",
+    metavar="[show|hide|off|N]",
+    default="show",
+    show_default=True,
+    callback=Think.parsed,
+    help="Reasoning: show it dimmed, hide it, ask for none, or show it and end it after N tokens.",
+)
 @session_option
+@click.option("--no-history", is_flag=True, help="Do not keep the lines that are typed for the next time.")
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
 @cache_options
 @sampling_options
 def command(**values: Any) -> None:
     """Talk with MODEL: the path of a GGUF file, or a known name such as demo.
 
-    Each line is answered; answers go to standard output, everything else to standard error. Ctrl-C stops an answer, of
-    which the conversation keeps what was shown. Ctrl-D, or Ctrl-C twice, ends the program.
+    Each line is answered; answers go to standard output, everything else to standard error. A paste is one message,
+    however many lines it has; so is what stands between two lines of three quotes. Alt-Enter begins a new line, Tab
+    completes commands and files, the arrow keys bring earlier lines back. Ctrl-C stops an answer, of which the
+    conversation keeps what was shown. Ctrl-D, or Ctrl-C twice, ends the program.
 
     \b
+    /read FILE     put the text of FILE before the next message
     /save NAME     save the conversation, with all that was computed; NAME may be a path
     /load NAME     go on with a saved one: nothing of it is computed again
     /sessions      list the saved ones
@@ -74,13 +117,19 @@ def command(**values: Any) -> None:
     /stats         how full the context is, what was computed and how fast
     /clear         forget the conversation
     /system TEXT   set the system message; without TEXT, remove it
+    /help          list these commands
     /exit          end
 
-    If standard input is no terminal, all of it is one message, and there is one answer.
+    If standard input is no terminal, all of it is one message, and there is one answer. Colours are for terminals, and
+    NO_COLOR in the environment turns them off. Reasoning is what a model writes between <think> and </think>; later
+    questions go without it.
 
     \b
     pyllm chat demo
     pyllm chat model.gguf --system "Answer in French." -c 8192
+    pyllm chat model.gguf --think 200
+    pyllm chat model.gguf --session work
+    pyllm chat model.gguf < question.txt
     """
     groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions}
     options: dict[str, Any] = {name: taken(group, values) for name, group in groups.items()}
@@ -98,9 +147,10 @@ def run(options: ChatOptions) -> int:
     with options.engine.open(local_model(options.model), **options.cache.engine()) as llm:
         introduce(llm, options.engine.ctx_size)
         conversation = resumed(llm, options.session, conversation)
-        chat = Chat(llm, conversation, options.sampling, options.session)
+        chat = Chat(llm, conversation, options.sampling, options.session, options.think)
         if from_terminal:
-            status = chat.run()
+            history = None if options.no_history else history_path()
+            status = chat.run(open_editor(chat.commands, chat.arguments, history, note))
         else:
             status = INTERRUPTED if chat.answer(question).finish_reason == "interrupted" else 0
         chat.sessions.save_at_end()
@@ -111,34 +161,59 @@ class Chat:
     """Reads lines, answers them, keeps the conversation.
 
     Every answer has a seed of its own, counted up from the first one's: the same lines give the same conversation.
+
+    Args:
+        session: the name of the saved conversation that this one is.
+        think: what is done with reasoning.
+
+    Attributes:
+        commands: what each command does with the rest of its line.
     """
 
     def __init__(
-        self, llm: LLM, conversation: Conversation, sampling: SamplingOptions, session: str | None = None
+        self,
+        llm: LLM,
+        conversation: Conversation,
+        sampling: SamplingOptions,
+        session: str | None = None,
+        think: Think = SHOW,
     ) -> None:
         self._llm = llm
         self.conversation = conversation
         self.sessions = SessionCommands(llm, self, session)
         self._sampling = sampling
+        self._think = think
         self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         if sampling.seed is None and sampling.temperature != 0:
             note(f"--seed {self._seed} repeats this conversation")
         self._answers = 0
         self._ended = False
-        self._commands: dict[str, Callable[[str], None]] = {
+        self._attachments = Attachments(lambda text: len(llm.tokenize(text, add_special=False)))
+        self._status = status_text(0, llm.ctx_size, 0, 0, 0.0)
+        self._shows_status = False
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/read": self._attachments.read,
             **self.sessions.table(),
             "/clear": self._clear,
             "/system": self._set_system,
+            "/help": self._help,
             "/exit": self._exit,
         }
 
-    def run(self) -> int:
+    def arguments(self, command: str, beginning: str) -> Iterable[str]:
+        """What the argument of a command may be, for completion."""
+        if command == "/load":
+            return (name for name in self.sessions.names() if name.startswith(beginning))
+        return files(beginning) if command in ("/read", "/save") else ()
+
+    def run(self, editor: Editor) -> int:
         """Answer line after line; returns the exit status."""
-        note("Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation")
+        note("Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /help lists commands")
+        self._shows_status = editor.shows_status
         warned = False
         while not self._ended:
             try:
-                line = self._read_line()
+                line = self._read(editor)
             except EOFError:
                 note("")
                 return 0
@@ -153,20 +228,20 @@ class Chat:
             self._take(line)
         return 0
 
-    @staticmethod
-    def _read_line() -> str:
+    def _read(self, editor: Editor) -> Line:
         try:
-            return checked_text(read_line(MARKER), "the line")
-        except (UnicodeDecodeError, PyllmError):
+            line = editor.read(self._status)
+            return Line(checked_text(line.text, "the line"), line.is_message)
+        except (UnicodeError, PyllmError):
             note("This line is not UTF-8 text; it was not sent. Check the terminal's encoding")
-            return ""
+            return Line("")
 
-    def _take(self, line: str) -> None:
-        if line.startswith("/"):
-            name, _, rest = line.partition(" ")
-            self._commands.get(name, self._refuse)(rest.strip())
-        elif line.strip():
-            self.ask(line.strip())
+    def _take(self, line: Line) -> None:
+        if line.text.startswith("/") and not line.is_message:
+            name, _, rest = line.text.partition(" ")
+            self.commands.get(name.rstrip(), self._refuse)(rest.strip())
+        elif line.text.strip():
+            self.ask(self._attachments.before(line.text.strip()))
 
     def ask(self, question: str) -> None:
         """Answer a question, or say why not."""
@@ -182,28 +257,38 @@ class Chat:
         Raises:
             PyllmError: there is no answer, or only a part; the conversation is as it was.
         """
+        from pyllm.thinking import ThoughtfulAnswer
+
         params = self._sampling.params(seed=(self._seed + self._answers) % 2**64)
+        messages, answers = self.conversation.asking(question), self.conversation.answers()
         answer = Answer()
+        view = AnswerView(self._think.hides)
         with ctrl_c_ends_generation(self._llm) as until_pressed:
-            answers = self.conversation.answers()
-            chunks = self._llm.chat(self.conversation.asking(question), params, answers=answers)
-            answer.collect(until_pressed(chunks), show=True)
+            thoughtful = ThoughtfulAnswer(self._llm, messages, params, self._think.limit, answers, view.prefill)
+            answer.collect_parts(until_pressed(thoughtful.parts()), view)
         self._answers += 1
         if answer.finish_reason == "interrupted" and not answer.text:
             # Without an answer two questions would follow each other, which many templates refuse.
             note("Interrupted; the question was taken back")
             return answer
-        self.conversation.add(question, answer.text, said(self._llm, answer))
-        self._report(answer)
+        if answer.reasoning.strip() and not answer.text.strip():
+            note("No answer: the model was still thinking; the question was taken back. --think N ends it earlier")
+        else:
+            self.conversation.add(question, answer.text, said(self._llm, answer))
+            self._attachments.clear()
+        self._report(answer, thoughtful.stats)
         return answer
 
-    def _report(self, answer: Answer) -> None:
-        stats = self._llm.stats
+    def _report(self, answer: Answer, stats: Mapping[str, Any]) -> None:
         full = answer.finish_reason == "length" and len(answer.tokens) != self._sampling.max_tokens
         if reason := why_cut_off(self._llm, answer, self._sampling.max_tokens):
             note(reason + self._advice(full))
-        used = stats["prompt_tokens"] + stats["generated_tokens"]
-        note(f"{summary(stats, Timings.of(0.0, stats))}; {used} of {self._llm.ctx_size} tokens of context used")
+        used, size = stats["prompt_tokens"] + stats["generated_tokens"], self._llm.ctx_size
+        timings = Timings.of(0.0, stats)
+        rate = timings.decode_tokens_per_second
+        self._status = status_text(used, size, stats["prompt_tokens"], stats.get("cached_tokens", 0), rate)
+        if not self._shows_status:
+            note(f"{summary(stats, timings)}; {used} of {size} tokens of context used")
 
     def _advice(self, full: bool) -> str:
         return "; /clear starts a new conversation" if full and self.conversation.turns else ""
@@ -212,14 +297,20 @@ class Chat:
 
     def _clear(self, rest: str) -> None:
         self.conversation.turns.clear()
+        self._attachments.clear()
         note("A new conversation")
 
     def _set_system(self, rest: str) -> None:
         self.conversation.system = rest or None
         note("System message set" if rest else "System message removed")
 
+    def _help(self, rest: str) -> None:
+        for line in (command.help or "").splitlines():
+            if line.strip().startswith("/"):
+                note(line.strip())
+
     def _exit(self, rest: str) -> None:
         self._ended = True
 
     def _refuse(self, rest: str) -> None:
-        note(f"There are {', '.join(self._commands)}; a message that begins with / needs a space before it")
+        note(f"There are {', '.join(self.commands)}; a message that begins with / needs a space before it")

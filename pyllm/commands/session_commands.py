@@ -99,6 +99,10 @@ class SessionCommands:
             "/stats": self._stats,
         }
 
+    def names(self) -> list[str]:
+        """Of the saved sessions."""
+        return [path.name.removesuffix(SUFFIX) for path in session_files(sessions_dir())]
+
     def save_at_end(self) -> None:
         """Save the chat's own session, where it has one that has changed.
 

@@ -47,7 +47,13 @@ class FakeLLM:
     def decode(self, ids: Sequence[int], continues: bool = False) -> str:
         return "".join(f"<{token}>" for token in ids)
 
-    def chat(self, messages: Any, params: SamplingParams, answers: Any = ()) -> Iterator[Chunk]:
+    def control_texts(self) -> dict[str, int]:
+        return {}
+
+    def apply_chat_template(self, messages: Any, **template_args: Any) -> str:
+        return "assistant\n"
+
+    def chat(self, messages: Any, params: SamplingParams, answers: Any = (), progress: Any = None) -> Iterator[Chunk]:
         self.answers = answers
         return self._answer(("chat", messages), params)
 

@@ -14,6 +14,8 @@ from pyllm import errors
 from pyllm.commands import main
 from pyllm.llm import Chunk
 from pyllm.sampling import SamplingParams
+from pyllm.terminal.editor import Line
+from tests.commands.fake_editor import Typed, type_lines
 from tests.commands.fake_llm import FakeLLM
 
 Chat = Callable[..., Result]
@@ -30,7 +32,7 @@ class Recorder(FakeLLM):
     all_params: list[SamplingParams]
     failures: dict[int, Exception]
 
-    def chat(self, messages: Any, params: SamplingParams, answers: Any = ()) -> Iterator[Chunk]:
+    def chat(self, messages: Any, params: SamplingParams, answers: Any = (), progress: Any = None) -> Iterator[Chunk]:
         self.answers = answers
         self.asked.append([dict(message) for message in messages])
         self.all_params.append(params)
@@ -57,17 +59,8 @@ def chat(engine: type[Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Type lines at a terminal; an exception stands for a key."""
     (tmp_path / "model.gguf").touch()
 
-    def converse(*lines: str | type[BaseException], options: list[str] | None = None) -> Result:
-        typed = iter([*lines, EOFError])
-
-        def read_line(marker: str) -> str:
-            line = next(typed)
-            if isinstance(line, str):
-                return line
-            raise line
-
-        monkeypatch.setattr("pyllm.commands.chat.at_terminal", lambda: True)
-        monkeypatch.setattr("pyllm.commands.chat.read_line", read_line)
+    def converse(*lines: Typed, options: list[str] | None = None) -> Result:
+        type_lines(monkeypatch, *lines)
         return CliRunner().invoke(main, ["chat", str(tmp_path / "model.gguf"), *(options or [])])
 
     return converse
@@ -99,7 +92,7 @@ def test_conversation_grows(chat: Chat) -> None:
     assert Recorder.asked == [[user("Hi")], [user("Hi"), assistant("Hello"), user("And then?")]]
     assert result.stderr.splitlines() == [
         "Device: cpu",
-        "Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation",
+        "Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /help lists commands",
         *["10 prompt tokens, 20.0 tokens/s; 3 answer tokens, 8.0 tokens/s; 13 of 4096 tokens of context used"] * 2,
         "",
     ]
@@ -153,7 +146,7 @@ def test_exit(chat: Chat) -> None:
 @pytest.mark.parametrize("line", ["/", "/nosuch", "/clear2", "/etc/passwd is what?"])
 def test_unknown_commands_are_refused_with_a_list(chat: Chat, line: str) -> None:
     result = chat(line, " /etc is a message")
-    commands = "/save, /load, /sessions, /undo, /regen, /edit, /fork, /stats, /clear, /system, /exit"
+    commands = "/read, /save, /load, /sessions, /undo, /regen, /edit, /fork, /stats, /clear, /system, /help, /exit"
     assert f"There are {commands}; a message that begins with / needs a space before it\n" in result.stderr
     assert Recorder.asked == [[user("/etc is a message")]]
 
@@ -254,3 +247,60 @@ def test_piped_failures_have_a_status(piped: Chat, engine: type[Recorder], monke
     engine.failures.clear()
     press_at(2, monkeypatch)
     assert piped("Hi").exit_code == 130
+
+
+THOUGHTS = (Chunk("<think>\nHm", 1), Chunk(".\n</think>", 2), Chunk("\n\nYes", 3, "stop"))
+
+
+def test_reasoning_is_shown_and_not_kept(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "chunks", THOUGHTS)
+    assert chat("a", "b").stdout == "<think>\nHm.\n</think>\n\nYes\n" * 2
+    assert Recorder.asked[1] == [user("a"), assistant("Yes"), user("b")]
+    assert FakeLLM.opened.answers == [()]  # their tokens say more than the conversation keeps
+    assert chat("a", options=["--think", "hide"]).stdout == "Yes\n"
+
+
+def test_reasoning_without_an_answer_is_taken_back(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "chunks", (Chunk("<think>\nHm", 1), Chunk("m", 2, "length")))
+    result = chat("a", "b", options=["-n", "2"])
+    assert "the model was still thinking; the question was taken back" in result.stderr
+    assert "Cut off after -n 2 tokens" in result.stderr
+    assert Recorder.asked[1] == [user("b")]
+
+
+@pytest.mark.parametrize("value", ["", "on", "-1", "1.5", "1" * 10])
+def test_what_think_may_be(chat: Chat, value: str) -> None:
+    result = chat("a", options=["--think", value])
+    assert result.exit_code == 2 and "is none of show, hide, off and a number of tokens" in result.stderr
+
+
+def test_files_go_before_the_next_message(chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    Path("empty.txt").write_text(" \n")
+    Path("bad.txt").write_bytes(b"a\xff")
+    result = chat("/read notes.txt", "What?", "/read empty.txt", "/read bad.txt", "/read no.txt", "/read", "And?")
+    sent = "notes.txt:\n\none\r\ntwo\n\nWhat?"
+    assert Recorder.asked == [[user(sent)], [user(sent), assistant("Hello"), user("And?")]]
+    for note in ("notes.txt: 3 tokens, sent", "empty.txt is empty", "bad.txt is not UTF-8", "no.txt cannot be read"):
+        assert note in result.stderr
+
+
+def test_files_stay_until_they_were_answered(chat: Chat, engine: type[Recorder], tmp_path: Path) -> None:
+    (tmp_path / "a b").write_text("text")
+    engine.failures[1] = errors.TemplateError("no")
+    chat(f"/read {tmp_path}/a b", "one", "two", f"/read {tmp_path}/a b", "/clear", "three")
+    before = f"{tmp_path}/a b:\n\ntext\n\n"
+    assert [messages[-1] for messages in Recorder.asked] == [user(before + "one"), user(before + "two"), user("three")]
+
+
+def test_messages_of_several_lines_are_no_commands(chat: Chat) -> None:
+    chat(Line("/exit\nis a command", is_message=True), Line("/exit", is_message=True))
+    assert [messages[-1] for messages in Recorder.asked] == [user("/exit\nis a command"), user("/exit")]
+
+
+def test_help_lists_all_commands(chat: Chat) -> None:
+    result = chat("/help")
+    listed = [line.split()[0] for line in result.stderr.splitlines() if line.startswith("/")]
+    unknown = chat("/nosuch").stderr
+    assert sorted(listed) == sorted(unknown.partition("There are ")[2].partition(";")[0].split(", "))

@@ -15,6 +15,7 @@ from pyllm.conversation import Conversation
 from pyllm.errors import UsageError
 from pyllm.llm import LLM
 from pyllm.prompt_cache.folder import session_path, sessions_dir
+from tests.commands.fake_editor import type_lines
 from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat import Recorder, assistant, chat, engine, user  # noqa: F401 (fixtures)
 from tests.refdata import model_path
@@ -34,16 +35,7 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Type lines to a real model."""
 
     def converse(name: str, *lines: str, options: list[str] | None = None) -> Result:
-        typed = iter([*lines, EOFError])
-
-        def read_line(marker: str) -> str:
-            line = next(typed)
-            if isinstance(line, str):
-                return line
-            raise line
-
-        monkeypatch.setattr("pyllm.commands.chat.at_terminal", lambda: True)
-        monkeypatch.setattr("pyllm.commands.chat.read_line", read_line)
+        type_lines(monkeypatch, *lines)
         return CliRunner().invoke(main, ["chat", str(model_path(name)), *SMALL, *(options or [])])
 
     return converse

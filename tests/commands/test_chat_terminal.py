@@ -1,4 +1,7 @@
-"""`pyllm chat` as users start it: at a terminal, and in pipes, with a small model."""
+"""`pyllm chat` as users start it: at a terminal, and in pipes, with a small model.
+
+What holds for both ways of reading lines is tested with both: with prompt_toolkit, and without.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,17 @@ ROOT = Path(__file__).parents[2]
 MODEL = model_path("llama-a-f32")
 SECONDS = 60
 CTRL_C, CTRL_D = "\x03", "\x04"
-# The marker, behind what readline tells the terminal before it.
-AT_PROMPT = re.compile(rb"(^|\n|\r|\x1b\[\?2004h)> $")
+# The marker, behind what readline tells the terminal before it; or the status line below it.
+AT_PROMPT = re.compile(rb"(^|\n|\r|\x1b\[\?2004h)> $|> ?\x1b\[0m\r\r\n[^>]*context \d+ of \d+ tokens[^>]*\x1b\[\?25h$")
+BOTH = pytest.mark.parametrize("editor", ["prompt_toolkit", "plain"])
+MISSING = "prompt_toolkit is not installed: no completion"
 
 
 class Terminal:
     """A program at a terminal of its own."""
 
-    def __init__(self, *options: object, stdout: int | None = None) -> None:
-        self._terminal, side = pty.openpty()
+    def __init__(self, options: tuple[object, ...], env: dict[str, str], stdout: int | None = None) -> None:
+        self.terminal, side = pty.openpty()
         termios.tcsetwinsize(side, (25, 200))
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "cli.py"), "chat", str(MODEL), *map(str, options)],
@@ -43,7 +48,7 @@ class Terminal:
             stderr=side,
             start_new_session=True,
             preexec_fn=self._take_terminal,
-            env={**os.environ, "TERM": "xterm"},
+            env={**os.environ, **env},
         )
         os.close(side)
         self.shown = b""
@@ -53,38 +58,47 @@ class Terminal:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    def type(self, keys: str) -> None:
+    def type(self, keys: str | bytes) -> None:
+        """Also a long text: what comes back in the meantime is read, or both sides would wait for each other."""
         self.shown = b""
-        os.write(self._terminal, keys.encode())
+        data = keys.encode() if isinstance(keys, str) else keys
+        while data:
+            ready, free, _ = select.select([self.terminal], [self.terminal], [], SECONDS)
+            assert ready or free
+            if ready:
+                self.shown += os.read(self.terminal, 1000)
+            if free:
+                data = data[os.write(self.terminal, data[:1000]) :]
 
     def wait_for(self, reached: Callable[[bytes], object]) -> str:
         """What was shown since the last keys, once it is enough."""
         deadline = time.monotonic() + SECONDS
         while not reached(self.shown):
-            assert select.select([self._terminal], [], [], max(0, deadline - time.monotonic()))[0], self.shown
-            self.shown += os.read(self._terminal, 1000)
-        return self.shown.decode()
+            assert select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))[0], self.shown
+            self.shown += os.read(self.terminal, 1000)
+        return self.shown.decode(errors="replace")
 
-    def ask(self, line: str) -> str:
-        self.type(line + "\n")
+    def ask(self, line: str | bytes) -> str:
+        self.type(line + "\n" if isinstance(line, str) else line + b"\n")
         return self.wait_for(AT_PROMPT.search)
 
     def interrupt_typing(self, keys: str) -> None:
-        """Ctrl-C while a line is being typed. Its echo is awaited first: then readline is reading for sure, and not
-        only about to."""
+        """Ctrl-C while a line is being typed. Its echo is awaited first, and a moment for Python to look for the next
+        key: a signal that comes right before it does is only seen with that key."""
         self.type(keys)
         self.wait_for(lambda shown: keys.encode() in shown)
+        time.sleep(0.2)
         self.type(CTRL_C)
 
     def end(self) -> int:
         """Read the rest; the exit status."""
         with suppress(OSError):  # the other side is closed: Linux says EIO
-            while data := os.read(self._terminal, 1000):
+            while data := os.read(self.terminal, 1000):
                 self.shown += data
         return self.process.wait(SECONDS)
 
     def close(self) -> None:
-        os.close(self._terminal)
+        os.close(self.terminal)
         self.process.kill()
         self.process.wait()
 
@@ -93,13 +107,17 @@ Start = Callable[..., Terminal]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Terminal] = []
 
-    def at_prompt(*options: object, stdout: int | None = None) -> Terminal:
-        terminal = Terminal(*options, stdout=stdout)
+    def at_prompt(*options: object, editor: str = "prompt_toolkit", stdout: int | None = None, **env: str) -> Terminal:
+        env = {"TERM": "xterm", "XDG_STATE_HOME": str(tmp_path), **env}
+        if editor == "plain":
+            (tmp_path / "prompt_toolkit.py").write_text("raise ImportError")
+            env["PYTHONPATH"] = str(tmp_path)
+        terminal = Terminal(options, env, stdout)
         started.append(terminal)
-        terminal.wait_for(AT_PROMPT.search)
+        assert (MISSING in terminal.wait_for(AT_PROMPT.search)) == (editor == "plain")
         return terminal
 
     yield at_prompt
@@ -108,13 +126,21 @@ def start() -> Iterator[Start]:
 
 
 def context_used(shown: str) -> int:
-    match = re.search(r"; (\d+) of 2048 tokens of context used\r\n", shown)
-    assert match is not None, shown
-    return int(match[1])
+    """By the status line, or by the line behind the answer."""
+    match = re.findall(r"(?:context |; )(\d+) of 2048 tokens", shown)
+    assert match, shown
+    return int(match[-1])
 
 
-def test_two_turns_and_ctrl_d(start: Start) -> None:
-    terminal = start("--temp", 0, "-n", 20)
+def is_answering(shown: bytes) -> bool:
+    """A part of the answer is there, behind what an editor tells the terminal when it has a line."""
+    _, end, answer = shown.rpartition(b"\x1b[?2004l")
+    return bool(end) and len(answer) > 100
+
+
+@BOTH
+def test_two_turns_and_ctrl_d(start: Start, editor: str) -> None:
+    terminal = start("--temp", 0, "-n", 20, editor=editor)
     first = context_used(terminal.ask("Hello"))
     second = context_used(terminal.ask("And then?"))
     assert second > first + 20
@@ -123,16 +149,17 @@ def test_two_turns_and_ctrl_d(start: Start) -> None:
     assert terminal.end() == 0
 
 
-def test_ctrl_c_stops_the_answer_not_the_program(start: Start) -> None:
-    terminal = start("--temp", 0, "--ignore-eos")
+@BOTH
+def test_ctrl_c_stops_the_answer_not_the_program(start: Start, editor: str) -> None:
+    terminal = start("--temp", 0, "--ignore-eos", editor=editor)
     terminal.type("Hello\n")
-    terminal.wait_for(lambda shown: len(shown) > 100)
+    terminal.wait_for(is_answering)
     terminal.type(CTRL_C)
     interrupted = terminal.wait_for(AT_PROMPT.search)
     assert "Interrupted\r\n" in interrupted
     used = context_used(interrupted)
     terminal.type("Go on\n")
-    terminal.wait_for(lambda shown: len(shown) > 100)
+    terminal.wait_for(is_answering)
     terminal.type(CTRL_C)
     assert context_used(terminal.wait_for(AT_PROMPT.search)) > used
     terminal.type("/exit\n")
@@ -140,8 +167,9 @@ def test_ctrl_c_stops_the_answer_not_the_program(start: Start) -> None:
     assert b"Traceback" not in terminal.shown
 
 
-def test_ctrl_c_at_the_prompt(start: Start) -> None:
-    terminal = start("--temp", 0, "-n", 5)
+@BOTH
+def test_ctrl_c_at_the_prompt(start: Start, editor: str) -> None:
+    terminal = start("--temp", 0, "-n", 5, editor=editor)
     terminal.interrupt_typing("half a line")
     assert "Ctrl-C once more" in terminal.wait_for(AT_PROMPT.search)
     context_used(terminal.ask("Hello"))
@@ -159,8 +187,9 @@ def test_history(start: Start) -> None:
     assert "Hello" in terminal.ask("\x1b[A")  # the key that goes up
 
 
-def test_full_context_leaves_the_conversation_usable(start: Start) -> None:
-    terminal = start("--temp", 0, "--ignore-eos", "-c", 100)
+@BOTH
+def test_full_context_leaves_the_conversation_usable(start: Start, editor: str) -> None:
+    terminal = start("--temp", 0, "--ignore-eos", "-c", 100, editor=editor)
     assert "the context of 100 tokens (-c) is full; /clear starts a new conversation" in terminal.ask("Hello")
     assert "Error: the prompt has" in terminal.ask("And then?")
     terminal.ask("/clear")
@@ -187,14 +216,121 @@ def test_answers_alone_on_stdout(start: Start) -> None:
         check=True,
     )
     assert answer == asked.stdout != "" and answer.endswith("\n")
-    assert "20 answer tokens" in notes and "20 answer tokens" in asked.stderr
+    assert context_used(notes) == context_used(asked.stderr)
 
 
-def test_closed_pipe_ends_quietly(start: Start) -> None:
+@BOTH
+def test_closed_pipe_ends_quietly(start: Start, editor: str) -> None:
     read_end, write_end = os.pipe()
-    terminal = start("--temp", 0, "--ignore-eos", stdout=write_end)
+    terminal = start("--temp", 0, "--ignore-eos", stdout=write_end, editor=editor)
     os.close(write_end)
     os.close(read_end)
     terminal.type("Hello\n")
     terminal.end()
     assert b"Traceback" not in terminal.shown and b"Error" not in terminal.shown
+
+
+# with prompt_toolkit
+
+
+def test_a_paste_is_one_message(start: Start) -> None:
+    """200 KB, and CRLF; what it is shows in the number of its tokens, and in the history."""
+    terminal = start("--temp", 0, "-n", 5)
+    first = context_used(terminal.ask("a\x1b\rb\x1b\rc"))  # Alt-Enter
+    terminal.ask("/clear")
+    assert context_used(terminal.ask("\x1b[200~a\r\nb\r\nc\x1b[201~")) == first
+    terminal.ask("/clear")
+    words = ("word " * 19 + "word\r\n") * 2000
+    assert len(words) > 200_000
+    shown = terminal.ask(f"\x1b[200~{words}\x1b[201~")
+    assert shown.count("Error: the prompt has ") == 1
+    tokens = re.search(r"the prompt has (\d+) tokens, the context of 2048", shown)
+    assert tokens is not None and int(tokens[1]) > 40_000
+    assert context_used(terminal.ask("a\x1b\rb\x1b\rc")) == first
+
+
+@BOTH
+def test_blocks(start: Start, editor: str) -> None:
+    terminal = start("--temp", 0, "-n", 5, editor=editor)
+    terminal.type('"""/help\n')
+    terminal.wait_for(lambda shown: b"|" in shown)
+    terminal.type("b\n")
+    terminal.wait_for(lambda shown: b"b" in shown)
+    used = context_used(terminal.ask('c"""'))
+    if editor == "prompt_toolkit":
+        terminal.ask("/clear")
+        assert context_used(terminal.ask("\x1b[200~/help\nb\nc\x1b[201~")) == used
+        terminal.ask("/clear")
+        # A pasted text that begins with quotes opens no block.
+        assert context_used(terminal.ask('\x1b[200~"""\nb\x1b[201~'))
+
+
+def test_completion_and_files(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "some notes.txt").write_text("one two three\n")
+    terminal = start("--temp", 0, "-n", 5)
+    plain = context_used(terminal.ask("Hello"))
+    terminal.ask("/clear")
+    terminal.type("/rea\t")
+    terminal.wait_for(lambda shown: b"/read" in shown)
+    terminal.type(f"{tmp_path}/some\t")
+    terminal.wait_for(lambda shown: b"notes.txt" in shown)
+    shown = terminal.ask("")
+    assert "some notes.txt: " in shown and "sent with the next message" in shown
+    assert context_used(terminal.ask("Hello")) > plain + 3
+    assert "cannot be read: No such file" in terminal.ask("/read /no/such/file")
+
+
+def test_history_is_kept_for_the_next_time(start: Start, tmp_path: Path) -> None:
+    terminal = start("--temp", 0, "-n", 5)
+    terminal.ask("Remember this")
+    terminal.type(CTRL_D)
+    assert terminal.end() == 0
+    assert "Remember this" in start("--temp", 0, "-n", 5).ask("\x1b[A")
+    kept = tmp_path / "pyllm" / "chat_history.jsonl"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    size = kept.stat().st_size
+    other = start("--temp", 0, "-n", 5, "--no-history")
+    other.ask("A secret")
+    assert kept.stat().st_size == size
+
+
+def test_ctrl_c_while_a_long_prompt_is_read(start: Start) -> None:
+    terminal = start("--temp", 0, "-n", 5, "-ub", 1)
+    terminal.type("\x1b[200~" + "word " * 400 + "\x1b[201~\r")
+    terminal.wait_for(lambda shown: b"Reading the prompt: " in shown and b" left" in shown)
+    terminal.type(CTRL_C)
+    assert "Interrupted; the question was taken back" in terminal.wait_for(AT_PROMPT.search)
+    terminal.ask("Hello")
+
+
+@pytest.mark.parametrize("env", [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+@BOTH
+def test_bytes_that_are_no_text(start: Start, editor: str, env: dict[str, str]) -> None:
+    terminal = start("--temp", 0, "-n", 5, editor=editor, **env)
+    assert "This line is not UTF-8 text; it was not sent" in terminal.ask(b"a\xffb")
+    used = context_used(terminal.ask("Grüße"))
+    terminal.ask("/clear")
+    assert context_used(terminal.ask("GruBe")) < used
+    terminal.type(CTRL_D)
+    assert terminal.end() == 0
+
+
+def test_colour_is_for_terminals_that_want_it(start: Start) -> None:
+    styled = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m")
+    assert styled.search(start("--temp", 0, "-n", 5).ask("Hello"))
+    assert not styled.search(start("--temp", 0, "-n", 5, NO_COLOR="1").ask("/he\t"))
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(start: Start) -> None:
+    terminal = start("--temp", 0)
+    assert not termios.tcgetattr(terminal.terminal)[3] & termios.ICANON
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 128 + signal.SIGTERM
+    assert termios.tcgetattr(terminal.terminal)[3] & termios.ICANON
+
+
+def test_a_terminal_that_knows_lines_only(start: Start) -> None:
+    terminal = start("--temp", 0, "-n", 5, TERM="dumb")
+    shown = terminal.ask("Hello")
+    context_used(shown)
+    assert "\x1b" not in shown

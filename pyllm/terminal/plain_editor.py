@@ -1,4 +1,4 @@
-"""Reading lines that a person types at a terminal."""
+"""Lines read one by one, with the editing that Python's readline has; for terminals that can do no more."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import os
 import sys
 from contextlib import suppress
 
+from pyllm.terminal.blocks import block_content, is_whole_block, opens_block
+from pyllm.terminal.editor import MARKER, MORE, Line
 
-def at_terminal() -> bool:
-    """Whether somebody types."""
-    return sys.stdin is not None and sys.stdin.isatty()
+
+class PlainEditor:
+    """Shows no status; see `Editor`."""
+
+    shows_status = False
+
+    def read(self, status: str) -> Line:
+        text = read_line(MARKER)
+        is_block = opens_block(text)
+        while opens_block(text):
+            text += "\n" + read_line(MORE)
+        if is_block or is_whole_block(text):
+            return Line(block_content(text), is_message=True)
+        return Line(text)
 
 
 def read_line(marker: str) -> str:
-    """A line from the terminal, with editing and history where Python has readline. The marker goes to stderr.
+    """A line from the terminal. The marker goes to stderr.
 
     Raises:
         EOFError: there are no more lines (Ctrl-D).
