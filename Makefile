@@ -5,6 +5,7 @@
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
 # make lint     ruff and mypy
+# make docs     docs/cli.md anew, from what --help says
 # make compile  every kernel, in a few variants, for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
 # make compile-all  for all supported kinds of GPUs, with limits on shared memory and on registers in memory; minutes
 # make clean    remove the environment and all caches of this folder
@@ -24,7 +25,7 @@ CHECK_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena e
 GPU_TESTS := tests/ops tests/device $(addprefix tests/models/test_,kernel_lives.py inputs.py hybrids_on_gpu.py) \
     tests/unit/test_executor.py tests/unit/test_zero_copy.py
 
-.PHONY: demo test test-all test-check test-gpu sanitize lint compile compile-all clean
+.PHONY: demo test test-all test-check test-gpu sanitize lint docs compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -61,6 +62,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m tools.cli_reference
 
 compile: $(VENV)/.installed-compile
 	$(BIN)/python -m pyllm.device.compile_check

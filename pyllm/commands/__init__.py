@@ -31,6 +31,7 @@ COMMANDS = (
     "bench",
     "cache",
     "chat",
+    "completion",
     "doctor",
     "inspect",
     "kernels",

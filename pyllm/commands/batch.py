@@ -17,6 +17,7 @@ import click
 
 from pyllm.commands import INTERRUPTED
 from pyllm.commands.batch_progress import Display, display
+from pyllm.commands.completing import FILE, MODEL
 from pyllm.commands.console import note, size_text, warn
 from pyllm.commands.models import local_model
 from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
@@ -77,9 +78,11 @@ class BatchOptions:
 
 
 @click.command("batch")
-@click.argument("model")
-@click.argument("input")
-@click.option("-o", "--output", required=True, metavar="OUT", help="Append a record for each line to OUT (JSON lines).")
+@click.argument("model", type=MODEL)
+@click.argument("input", type=FILE)
+@click.option(
+    "-o", "--output", type=FILE, required=True, metavar="OUT", help="Append a record for each line to OUT (JSON lines)."
+)
 @click.option(
     "--format",
     type=click.Choice(_FORMATS),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyllm.commands.completing import FOLDER
 from pyllm.commands.console import note, size_text, warn
 from pyllm.commands.options import byte_size
 from pyllm.errors import SessionError, UsageError
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 DAY = 24 * 3600
 
 folder_option = click.option(
-    "--dir", "folder", metavar="DIR", help="The folder; --cache-dir has others. [default: that of sessions with a name]"
+    "--dir",
+    "folder",
+    type=FOLDER,
+    metavar="DIR",
+    help="The folder; --cache-dir has others. [default: that of sessions with a name]",
 )
 
 
@@ -52,7 +57,12 @@ class _File:
 @command.command("list")
 @folder_option
 def list_files(folder: str | None) -> None:
-    """List the files, the one used last first."""
+    """List the files, the one used last first.
+
+    \b
+    pyllm cache list
+    pyllm cache list --dir ~/.cache/pyllm/prompts
+    """
     found = sorted(_files(folder), key=lambda file: -file.used)
     for file in found:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
@@ -64,7 +74,11 @@ def list_files(folder: str | None) -> None:
 @click.argument("name")
 @folder_option
 def show(name: str, folder: str | None) -> None:
-    """Show what a session holds, and what was said in it."""
+    """Show what a session holds, and what was said in it.
+
+    \b
+    pyllm cache show work
+    """
     from pyllm.conversation import Conversation
 
     path = _path(name, folder)
@@ -89,7 +103,12 @@ def show(name: str, folder: str | None) -> None:
 @click.argument("names", nargs=-1)
 @folder_option
 def verify(names: tuple[str, ...], folder: str | None) -> None:
-    """Read files whole and compare all checksums; all of a folder without NAMES. Status 1 when one is damaged."""
+    """Read files whole and compare all checksums; all of a folder without NAMES. Status 1 when one is damaged.
+
+    \b
+    pyllm cache verify
+    pyllm cache verify work --dir ~/.cache/pyllm/prompts
+    """
     damaged = 0
     for path in [_path(name, folder) for name in names] or [file.path for file in _files(folder)]:
         try:
@@ -105,7 +124,11 @@ def verify(names: tuple[str, ...], folder: str | None) -> None:
 @click.argument("names", nargs=-1, required=True)
 @folder_option
 def remove(names: tuple[str, ...], folder: str | None) -> None:
-    """Remove sessions."""
+    """Remove sessions.
+
+    \b
+    pyllm cache remove work
+    """
     for path in [_path(name, folder) for name in names]:
         size = path.stat().st_size
         path.unlink()
@@ -117,7 +140,11 @@ def remove(names: tuple[str, ...], folder: str | None) -> None:
 @click.option("--max-size", metavar="SIZE", callback=byte_size, help="Keep the files used last, up to SIZE in all.")
 @click.option("--older-than", metavar="DAYS", type=click.FloatRange(0), help="Remove what was not used for DAYS.")
 def prune(folder: str | None, max_size: int | None, older_than: float | None) -> None:
-    """Remove files that are damaged or were not finished, and those that the options say."""
+    """Remove files that are damaged or were not finished, and those that the options say.
+
+    \b
+    pyllm cache prune --max-size 20G --older-than 30
+    """
     from pyllm.prompt_cache.folder import remove_partial
 
     place, kept, removed = _folder(folder), 0, 0

@@ -25,6 +25,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
     On each GPU a kernel is compiled and run, pinned memory is read in place, a copy has to wait for the work before it,
     and a graph is replayed; results are checked. "warn" means that pyllm works, but not all of it or not well: without
     CuPy or a GPU it runs on the CPU. The status is 1 when a check failed, else 0.
+
+    \b
+    pyllm doctor
+    pyllm doctor --json
     """
     findings = list(_findings())
     if as_json:

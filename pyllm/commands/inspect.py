@@ -29,6 +29,10 @@ def command(model: str, tensors: bool, metadata: bool, as_json: bool) -> None:
     """Show what is in MODEL, a path or a known name, and whether pyllm can run it.
 
     Only the file's header is read. Works with models that pyllm cannot run, too.
+
+    \b
+    pyllm inspect model.gguf
+    pyllm inspect model.gguf --metadata --tensors
     """
     from pyllm.commands.facts import read_facts
     from pyllm.gguf_split import open_model

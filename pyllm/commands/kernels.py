@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 @click.group("kernels")
 def command() -> None:
-    """List, test, measure and build the GPU kernels."""
+    """List, test, measure and build the GPU kernels.
+
+    \b
+    pyllm kernels list
+    pyllm kernels test mul_mat
+    pyllm kernels bench mul_mat
+    """
 
 
 command.add_command(kernels_bench.command)
@@ -28,7 +34,12 @@ command.add_command(kernels_build.command)
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_kernels(as_json: bool) -> None:
-    """List the kernels: their entry points, the ops that launch them, the block types that they read."""
+    """List the kernels: their entry points, the ops that launch them, the block types that they read.
+
+    \b
+    pyllm kernels list
+    pyllm kernels list --json
+    """
     from pyllm.kernel_facts import kernel_facts, targets
 
     kernels, supported = kernel_facts(), targets()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from pyllm.commands.completing import FILE
+
 
 @click.command("kv-diff")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", type=FILE, metavar="A")
+@click.argument("b", type=FILE, metavar="B")
 def command(a: str, b: str) -> None:
     """Compare two files of --kv-trace; show the first row at which they part.
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import click
 
 from pyllm import hub
+from pyllm.commands.completing import MODEL
 from pyllm.commands.console import note, progress_bar, size_text
 
 DEFAULT_MODEL = "PYLLM_MODEL"  # the environment variable that stands in for MODEL
 
-model_argument = click.argument("model", envvar=DEFAULT_MODEL)
+model_argument = click.argument("model", type=MODEL, envvar=DEFAULT_MODEL)
 """MODEL of a command."""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pyllm.commands.completing import FILE, FOLDER
 from pyllm.commands.console import progress_bar
 from pyllm.commands.prompt import checked_text, unescape
 from pyllm.commands.threads import set_threads
@@ -223,7 +224,10 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             help="Whether a GPU reads a step's inputs in memory of its own or, to compare, the host's. [default: copy]",
         ),
         click.option(
-            "--kv-trace", metavar="FILE", help="Write hashes of the K/V rows that sequences give up; see pyllm kv-diff."
+            "--kv-trace",
+            type=FILE,
+            metavar="FILE",
+            help="Write hashes of the K/V rows that sequences give up; see pyllm kv-diff.",
         ),
         click.option(
             "--kv-trace-every", type=SIZE, metavar="N", help="Hash the rows of each N-th position. [default: 16]"
@@ -282,7 +286,10 @@ cache_options = _together(
         help="Memory of the host for what is kept of ended sequences. [default: 1/8 of it, at most 4G]",
     ),
     click.option(
-        "--cache-dir", metavar="DIR", help="Keep conversations in DIR too, where later processes find them. Private."
+        "--cache-dir",
+        type=FOLDER,
+        metavar="DIR",
+        help="Keep conversations in DIR too, where later processes find them. Private.",
     ),
     click.option(
         "--cache-disk", metavar="SIZE", callback=byte_size, help="Room for the files in --cache-dir. [default: 8G]"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyllm.commands import INTERRUPTED
+from pyllm.commands.completing import FILE
 from pyllm.commands.console import note, progress_bar
 from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import SIZE, EngineOptions, engine_options, taken
@@ -66,10 +67,11 @@ class Task:
 
 @click.command("perplexity")
 @model_argument
-@click.option("-f", "--file", metavar="FILE", required=True, help="The text; - is standard input.")
+@click.option("-f", "--file", type=FILE, metavar="FILE", required=True, help="The text; - is standard input.")
 @click.option("--windows", metavar="N", type=SIZE, help="Score only the first N windows. [default: all]")
 @click.option(
     "--kl-base",
+    type=FILE,
     metavar="FILE",
     help="Compare with the log-probabilities in FILE; if there is no such file, make it.",
 )

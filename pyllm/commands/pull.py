@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from pyllm import hub
+from pyllm.commands.completing import MODEL
 from pyllm.commands.console import note
 from pyllm.commands.models import fetch, fetch_repo
 
 
 @click.command("pull", epilog="Known models: " + ", ".join(f"{n} ({m.title})" for n, m in hub.KNOWN_MODELS.items()))
-@click.argument("name")
+@click.argument("name", type=MODEL)
 @click.option("--force", is_flag=True, help="Fetch it even if it is there.")
 def command(name: str, force: bool) -> None:
     """Fetch a known model into the cache folder, or a model of the Hugging Face hub into that of huggingface_hub.

@@ -20,6 +20,7 @@ from pyllm.commands.answer import (
     summary,
     why_cut_off,
 )
+from pyllm.commands.completing import FILE
 from pyllm.commands.console import note
 from pyllm.commands.models import local_model, model_and_text, model_argument
 from pyllm.commands.options import (
@@ -78,7 +79,7 @@ class RunOptions:
 @click.command("run")
 @model_argument
 @click.argument("prompt", required=False)
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is standard input.")
+@click.option("-f", "--file", type=FILE, metavar="FILE", help="Read the prompt from FILE; - is standard input.")
 @click.option("--system", metavar="TEXT", help="System message, put before the prompt by the chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--parse-special", is_flag=True, help="With --raw: texts such as <|im_end|> become special tokens.")

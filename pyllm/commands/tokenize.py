@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyllm.commands.completing import FILE
 from pyllm.commands.models import local_model, model_and_text, model_argument
 from pyllm.commands.prompt import read_prompt
 
@@ -41,7 +42,7 @@ class TokenizeOptions:
 @click.command("tokenize")
 @model_argument
 @click.argument("text", required=False)
-@click.option("-f", "--file", metavar="FILE", help="Read the text from FILE; - is standard input.")
+@click.option("-f", "--file", type=FILE, metavar="FILE", help="Read the text from FILE; - is standard input.")
 @click.option("--pieces", is_flag=True, help="Print a line for each token: its id and what it stands for.")
 @click.option("--count", is_flag=True, help="Print only how many tokens there are.")
 @click.option("--json", is_flag=True, help="Print one JSON object with ids, pieces and count.")
