@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
+from pyllm.overflow import Overflow
 from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET, DiskTier
 from pyllm.prompt_cache.fingerprint import fingerprint
 from pyllm.prompt_cache.host_tier import HostTier
@@ -79,6 +80,8 @@ class EngineOptions:
     cache_ram: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_disk: int | None = None
+    overflow: str = "stop"
+    keep: int = 0
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise UsageError(f"{name} is {value!r}; it must be a number of bytes")
+        Overflow(self.overflow, self.keep)  # complains
         if self.cache_dir is not None and not self.prefix_cache:
             raise UsageError("cache_dir needs prefix_cache=True")
         if self.inputs not in INPUTS:
@@ -120,7 +124,11 @@ class LLM:
             at most 4 GiB. Taken when it is needed.
         cache_dir: a folder for conversations, which later processes find again there; it is made private. None: nothing
             is written to disk.
-        cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB.
+        cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB. overflow: when the context is full,
+        "stop" ends the answer, "error" raises ContextError, and "shift" drops tokens
+            behind the first `keep` and computes the rest anew; prompts that are too long are cut likewise.
+            `stats["dropped_tokens"]` says how many went.
+        keep: tokens at the beginning that "shift" leaves alone.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
@@ -157,6 +165,8 @@ class LLM:
         cache_ram: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_disk: int | None = None,
+        overflow: str = "stop",
+        keep: int = 0,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -168,6 +178,8 @@ class LLM:
             cache_ram=cache_ram,
             cache_dir=cache_dir,
             cache_disk=cache_disk,
+            overflow=overflow,
+            keep=keep,
         )
         self._open(path, open_device(device, graphs), options, progress)
 
@@ -262,6 +274,7 @@ class LLM:
         self._tier = HostTier(self._cache, page_budget) if page_budget else None
         self._index = PrefixIndex(self._cache, self._tier) if options.prefix_cache else None
         self._keeps_states = self._index is not None and recurrent is not None
+        overflow = Overflow(options.overflow, options.keep)
         self._scheduler = Scheduler(
             self._executor,
             self._cache,
@@ -272,6 +285,7 @@ class LLM:
             self.tokenizer.eog_ids.__contains__,
             self.tokenizer.vocab_size,
             self._index,
+            replace(overflow, keep=max(overflow.keep, int(self.tokenizer.add_bos))),
         )
 
     def _budgets(self, options: EngineOptions, has_states: bool) -> tuple[int, int]:

@@ -20,7 +20,9 @@ class Request:
 
     Attributes:
         token_ids: prompt, then what was generated.
-        num_prompt: tokens of the prompt.
+        num_prompt: tokens of the prompt; less those that were dropped, of the answer too.
+        num_dropped, num_dropped_later: tokens that had to give way, see `overflow`; those among them that did so when
+            the prompt had been computed.
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
@@ -52,6 +54,8 @@ class Request:
     bytes_moved: int = 0
     ready: Event | None = None
     saved_at: int = 0
+    num_dropped: int = 0
+    num_dropped_later: int = 0
     num_cached: int = 0
     num_submitted: int = 0
     place: int = -1
@@ -98,9 +102,10 @@ class Request:
         """Counts and times of this request. Seconds are wall time: prefill ends with the first generated token."""
         prefill_end = self.first_token_at or self.ended_at
         return {
-            "prompt_tokens": self.num_prompt,
+            "prompt_tokens": self.num_prompt + self.num_dropped,
             "cached_tokens": self.num_cached,
-            "evaluated_tokens": self.num_prompt - self.num_cached,
+            "evaluated_tokens": self.num_prompt + self.num_dropped_later - self.num_cached,
+            "dropped_tokens": self.num_dropped,
             "generated_tokens": self.num_generated,
             "bytes_moved": self.bytes_moved,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,

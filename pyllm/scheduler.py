@@ -19,6 +19,7 @@ from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
+from pyllm.overflow import Overflow
 from pyllm.prompt_cache.index import PrefixIndex, Taken
 from pyllm.request import Request
 from pyllm.sampling import Sampled
@@ -47,6 +48,7 @@ class Scheduler:
         is_end: tells whether a token ends a generation.
         num_tokens: tokens that have a text; columns of the logits behind them are padding.
         index: rows of ended sequences, from which prompts that begin alike go on; None: every prompt is computed anew.
+        overflow: what happens when a context is full.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Scheduler:
         is_end: Callable[[int], bool],
         num_tokens: int,
         index: PrefixIndex | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
@@ -70,6 +73,7 @@ class Scheduler:
         self._is_end = is_end
         self._num_tokens = num_tokens
         self._index = index
+        self._overflow = overflow or Overflow()
         # The device's choice among all columns is the host's only where every column is a token.
         self._runs_ahead = executor.model.vocab_size == num_tokens
         self._waiting: deque[Request] = deque()
@@ -90,11 +94,7 @@ class Scheduler:
         room = self._ctx_size - (request.sampler is not None)  # one place for the first generated token
         if not request.token_ids:
             raise ContextError("the prompt is empty: give at least one token")
-        if request.num_prompt > room:
-            raise ContextError(
-                f"the prompt has {request.num_prompt} tokens, the context of {self._ctx_size} has room for {room}; "
-                "shorten it or make the context larger (-c, ctx_size)"
-            )
+        self._overflow.make_fit(request, self._ctx_size, room)
         self._executor.check_tokens(request.token_ids)
         request.started_at = time.perf_counter()
         self._num_added += 1
@@ -318,8 +318,11 @@ class Scheduler:
         assert request.kv is not None
         taken = {id(other) for other, _ in chosen}
         while not self._cache.extend(request.kv, count):
-            if self._index is not None and self._index.make_room(self._cache.num_free_pages + 1):
-                continue
+            if self._index is not None:
+                if self._index.make_room(self._cache.num_free_pages + 1):
+                    continue
+                if self._cache.extend(request.kv, count):
+                    return True  # its last page, which the index had too, is its own now: no copy is needed
             younger = self._running[self._running.index(request) + 1 :]
             victim = next((other for other in reversed(younger) if id(other) not in taken), None)
             if victim is None:
@@ -435,8 +438,23 @@ class Scheduler:
         limit = request.params.max_tokens
         if self._is_end(sampled.token) and not request.params.ignore_eos:
             self._end(request, "stop")
-        elif len(request.token_ids) >= self._ctx_size or (limit is not None and request.num_generated >= limit):
+        elif limit is not None and request.num_generated >= limit:
             self._end(request, "length")
+        elif len(request.token_ids) >= self._ctx_size:
+            self._end_of_context(request)
+
+    def _end_of_context(self, request: Request) -> None:
+        """No token has room behind the one that was just sampled."""
+        if self._overflow.kind == "stop":
+            self._end(request, "length")
+        elif self._overflow.kind == "error":
+            full = f"the context of {self._ctx_size} tokens is full; make it larger (-c), or choose another --overflow"
+            self._end(request, "error", ContextError(full))
+        else:
+            before = request.num_dropped
+            self._overflow.drop(request, self._ctx_size)
+            request.num_dropped_later += request.num_dropped - before
+            self._put_back(request)  # to be computed at its new positions
 
     def _handle_faults(self, entry: QueuedStep, found: list[Fault]) -> None:
         """End every sequence that the faults touch and take their pages out of use."""

@@ -101,6 +101,12 @@ def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
     return f"Cut off: the context of {llm.ctx_size} tokens (-c) is full"
 
 
+def note_dropped(stats: Mapping[str, Any]) -> None:
+    """Tell that tokens had to give way."""
+    if dropped := stats.get("dropped_tokens", 0):
+        note(f"The context was full: {dropped} tokens in its middle were left out, the rest was computed anew")
+
+
 @contextmanager
 def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
     """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt.

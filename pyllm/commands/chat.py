@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyllm.commands import INTERRUPTED
-from pyllm.commands.answer import Answer, Timings, ctrl_c_ends_generation, introduce, said, summary, why_cut_off
+from pyllm.commands.answer import (
+    Answer,
+    Timings,
+    ctrl_c_ends_generation,
+    introduce,
+    note_dropped,
+    said,
+    summary,
+    why_cut_off,
+)
 from pyllm.commands.attachments import Attachments
 from pyllm.commands.console import note
 from pyllm.commands.models import local_model, model_argument
 from pyllm.commands.options import (
     CacheOptions,
     EngineOptions,
+    OverflowOptions,
     SamplingOptions,
     cache_options,
     engine_options,
+    overflow_options,
     sampling_options,
     session_option,
     taken,
@@ -79,6 +90,7 @@ class ChatOptions:
     sampling: SamplingOptions
     engine: EngineOptions
     cache: CacheOptions
+    overflow: OverflowOptions
 
 
 @click.command("chat")
@@ -95,6 +107,7 @@ class ChatOptions:
 @session_option
 @click.option("--no-history", is_flag=True, help="Do not keep the lines that are typed for the next time.")
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
+@overflow_options
 @cache_options
 @sampling_options
 def command(**values: Any) -> None:
@@ -131,7 +144,7 @@ def command(**values: Any) -> None:
     pyllm chat model.gguf --session work
     pyllm chat model.gguf < question.txt
     """
-    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions}
+    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions, "overflow": OverflowOptions}
     options: dict[str, Any] = {name: taken(group, values) for name, group in groups.items()}
     click.get_current_context().exit(run(ChatOptions(**values, **options)))
 
@@ -144,7 +157,7 @@ def run(options: ChatOptions) -> int:
     question = "" if from_terminal else read_stdin().strip()
     if not from_terminal and not question:
         return 0
-    with options.engine.open(local_model(options.model), **options.cache.engine()) as llm:
+    with options.engine.open(local_model(options.model), **options.cache.engine(), **options.overflow.engine()) as llm:
         introduce(llm, options.engine.ctx_size)
         conversation = resumed(llm, options.session, conversation)
         chat = Chat(llm, conversation, options.sampling, options.session, options.think)
@@ -280,6 +293,7 @@ class Chat:
         return answer
 
     def _report(self, answer: Answer, stats: Mapping[str, Any]) -> None:
+        note_dropped(stats)
         full = answer.finish_reason == "length" and len(answer.tokens) != self._sampling.max_tokens
         if reason := why_cut_off(self._llm, answer, self._sampling.max_tokens):
             note(reason + self._advice(full))

@@ -272,6 +272,28 @@ class CacheOptions:
         return {"prefix_cache": True, **_given(self, "no_cache")}
 
 
+@dataclass(frozen=True)
+class OverflowOptions:
+    """What happens when the context is full; the names are those of the arguments of `LLM`."""
+
+    overflow: str | None
+    keep: int | None
+
+    def engine(self) -> dict[str, Any]:
+        """Arguments of `LLM`."""
+        return _given(self)
+
+
+overflow_options = _together(
+    click.option(
+        "--overflow",
+        type=click.Choice(["stop", "error", "shift"]),
+        help="When the context is full: end the answer, fail, or drop tokens behind --keep and compute the rest anew. "
+        "[default: stop]",
+    ),
+    click.option("--keep", type=click.IntRange(0), metavar="N", help="The first N tokens stay. [default: 0]"),
+)
+
 session_option = click.option(
     "--session",
     metavar="NAME",

@@ -16,6 +16,7 @@ from pyllm.commands.answer import (
     as_json,
     ctrl_c_ends_generation,
     introduce,
+    note_dropped,
     said,
     summary,
     why_cut_off,
@@ -27,9 +28,11 @@ from pyllm.commands.options import (
     SIZE,
     CacheOptions,
     EngineOptions,
+    OverflowOptions,
     SamplingOptions,
     cache_options,
     engine_options,
+    overflow_options,
     sampling_options,
     session_option,
     taken,
@@ -59,6 +62,7 @@ class RunOptions:
     sampling: SamplingOptions
     engine: EngineOptions
     cache: CacheOptions
+    overflow: OverflowOptions
 
     def check(self) -> None:
         """Refuse combinations that make no sense.
@@ -89,6 +93,7 @@ class RunOptions:
 )
 @session_option
 @engine_options("Tokens that prompt and answer may have together. [default: 4096]")
+@overflow_options
 @cache_options
 @sampling_options
 def command(**values: Any) -> None:
@@ -105,7 +110,7 @@ def command(**values: Any) -> None:
     """
     if values["file"] is None:
         values["model"], values["prompt"] = model_and_text(values["model"], values["prompt"])
-    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions}
+    groups = {"sampling": SamplingOptions, "engine": EngineOptions, "cache": CacheOptions, "overflow": OverflowOptions}
     options: dict[str, Any] = {name: taken(group, values) for name, group in groups.items()}
     status = run(RunOptions(**values, **options))
     click.get_current_context().exit(status)
@@ -119,7 +124,7 @@ def run(options: RunOptions) -> int:
     path = local_model(options.model)
     started = time.perf_counter()
     keeps = options.session is not None or options.cache.cache_dir is not None  # else nothing comes after it
-    with options.engine.open(path, **(options.cache.engine() if keeps else {})) as llm:
+    with options.engine.open(path, **(options.cache.engine() if keeps else {}), **options.overflow.engine()) as llm:
         load_seconds = time.perf_counter() - started
         answer = Answer()
         begun = Conversation(None if options.system is None else checked_text(options.system, "--system"))
@@ -150,6 +155,7 @@ def _report(llm: LLM, answer: Answer, timings: Timings, options: RunOptions) -> 
     if reason := why_cut_off(llm, answer, options.sampling.max_tokens):
         note(reason)
     stats = llm.stats
+    note_dropped(stats)
     line = summary(stats, timings)
     if options.sampling.seed is None and options.sampling.temperature != 0 and answer.tokens:
         line += f"; --seed {stats['seed']} repeats this answer"

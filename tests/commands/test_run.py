@@ -20,6 +20,7 @@ from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
 from pyllm.kv_types import KV_TYPES
 from pyllm.llm import INPUTS, Chunk, EngineOptions
+from pyllm.overflow import OVERFLOWS
 from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET
 from pyllm.sampling import SamplingParams
 from tests.commands.fake_llm import FakeLLM
@@ -79,12 +80,13 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
     elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
     elsewhere |= {"inflight", "kv_trace"}
-    assert set(told) == (names | {"cache_disk"}) - elsewhere
+    assert set(told) == (names | {"cache_disk", "overflow", "keep"}) - elsewhere
 
 
 def test_choices_are_those_of_the_engine() -> None:
     choices = {option.name: set(option.type.choices) for option in command.params if hasattr(option.type, "choices")}
-    assert choices == {"device": set(DEVICE_NAMES), "kv_type": set(KV_TYPES), "inputs": set(INPUTS)}
+    engines = {"device": set(DEVICE_NAMES), "kv_type": set(KV_TYPES), "inputs": set(INPUTS), "overflow": set(OVERFLOWS)}
+    assert choices == engines
 
 
 def test_sampling_options(run: Run) -> None:

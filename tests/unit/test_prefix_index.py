@@ -195,6 +195,16 @@ def test_kept_rows_give_way_to_what_runs() -> None:
             assert answer(llm, prompt, 12) == answer(fresh, prompt, 12)
 
 
+def test_a_context_that_is_just_full_needs_no_page_more() -> None:
+    """The last page is shared with the index, which holds all others: it gives way instead of being copied."""
+    with engine(prefix_cache=True, ctx_size=40) as llm, engine(ctx_size=40) as fresh:
+        prompt = list(range(3, 38))
+        answer(llm, prompt, 3)
+        following = [*prompt, 1, 2, 3]
+        assert answer(llm, following, 2) == answer(fresh, following, 2)
+        assert llm.stats["cached_tokens"] >= 35
+
+
 def test_a_faulty_page_serves_nobody() -> None:
     prompt = list(range(3, 30))
     with engine(prefix_cache=True) as llm:
