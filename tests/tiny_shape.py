@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pyllm.synth.gemma import GEMMA_SHAPES
 from pyllm.synth.hybrid import HybridShape
 from pyllm.synth.shapes import DenseShape
 
@@ -49,3 +50,6 @@ TINY_HYBRID_EXPERTS = replace(
     TINY_HYBRID, architecture="qwen35moe", tied=False, num_experts=8, num_experts_used=2, intermediate_size=64
 )
 TINY_GROUPED = replace(TINY_HYBRID_EXPERTS, architecture="qwen3next", pre_tokenizer="qwen2")
+TINY_GEMMA = replace(
+    GEMMA_SHAPES["gemma3-270m"], num_layers=6, hidden_size=96, intermediate_size=256, head_dim=32, vocab_size=320
+)

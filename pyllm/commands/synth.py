@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyllm.synth.writer import Layout
 
 _LIKE = (
-    *("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "smollm2"),
+    *("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b", "smollm2", "gemma3-270m"),
     *("qwen3.5-0.8b", "qwen3.6-35b-a3b", "qwen3-coder-next"),
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from pyllm.synth.gemma import GEMMA_SHAPES
 from pyllm.synth.hybrid import HYBRID_SHAPES
 from pyllm.synth.shapes import DENSE_SHAPES, Shape
 
-SHAPES: dict[str, Shape] = {**DENSE_SHAPES, **HYBRID_SHAPES}
+SHAPES: dict[str, Shape] = {**DENSE_SHAPES, **GEMMA_SHAPES, **HYBRID_SHAPES}

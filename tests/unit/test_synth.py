@@ -19,7 +19,7 @@ from pyllm.synth.blocks import drawable_type, drawable_types, random_rows, store
 from pyllm.synth.real_shapes import SHAPES
 from pyllm.synth.vocabulary import make_vocabulary
 from pyllm.synth.writer import layouts, write_model
-from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_GROUPED, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_TIED
+from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_GEMMA, TINY_GROUPED, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_TIED
 
 
 @pytest.mark.parametrize("name", drawable_types())
@@ -62,6 +62,7 @@ def test_sizes_of_the_real_models() -> None:
     assert parameters("qwen3-0.6b") == 596_049_920
     assert parameters("qwen3-30b-a3b") == 30_532_122_624
     assert parameters("smollm2") == 134_515_008
+    assert parameters("gemma3-270m") == 268_098_176
     assert 0.75e9 < parameters("qwen3.5-0.8b") < 0.9e9
     assert 34e9 < parameters("qwen3.6-35b-a3b") < 36e9
     assert 79e9 < parameters("qwen3-coder-next") < 81e9
@@ -80,7 +81,7 @@ def test_vocabulary_is_whole_and_has_no_token_twice() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [TINY, TINY_TIED, TINY_EXPERTS, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_GROUPED, TINY.with_layers(1)],
+    [TINY, TINY_TIED, TINY_EXPERTS, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_GROUPED, TINY_GEMMA, TINY.with_layers(1)],
     ids=lambda shape: f"{shape.architecture}-{shape.num_layers}",
 )
 def test_pyllm_runs_it_and_its_text_comes_back(shape, tmp_path: Path) -> None:
