@@ -3,9 +3,11 @@
 //
 // Shapes    positions [T] i32; inv_freq [half] f32; cos, sin [T,half] f32; x [T, heads, head_dim] f32
 // Launch    rope_table: grid (T), block (128); rope: grid (T, ceil(heads * half / 256)), block (256)
-// Numerics  angles and products in f32; cosf and sinf in full precision, since angles grow to thousands of radians
+// Numerics  angles and products in f32; cosf and sinf in full precision, since angles grow to thousands of radians; what
+//           reduces the largest keeps a table in local memory
 // Defines   NEOX: pairs are (i, i + half), else (2i, 2i + 1)
 // Compile   NEOX=0,1
+// Scratch   sm_90=32
 #include "common/platform.cuh"
 
 KERNEL(128) rope_table(const i32* RESTRICT positions, const float* RESTRICT inv_freq, float* RESTRICT cos_out,
