@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import numpy as np
 from pyllm.chat_prompt import encode_chat
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
+from pyllm.engine_options import EngineOptions
 from pyllm.errors import DeviceError, ModelFileError, PyllmError, TemplateError, UnsupportedError, UsageError
-from pyllm.executor import Executor, TestHooks
+from pyllm.executor import Executor
 from pyllm.generation import Chunk, Generation
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
@@ -35,12 +36,9 @@ from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
 from pyllm.models import check_model, load_model
 from pyllm.models.weights import Weights
 from pyllm.overflow import Overflow
-from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET, DiskTier
 from pyllm.prompt_cache.fingerprint import fingerprint
-from pyllm.prompt_cache.host_tier import HostTier
-from pyllm.prompt_cache.index import PrefixIndex
-from pyllm.prompt_cache.pinned_pool import default_budget
-from pyllm.prompt_cache.sessions import Session, Sessions
+from pyllm.prompt_cache.kept import KeptPrompts, budgets
+from pyllm.prompt_cache.sessions import Session
 from pyllm.prompt_cache.tree import shared_length
 from pyllm.recurrent_cache import RecurrentCache
 from pyllm.request import Request
@@ -48,58 +46,10 @@ from pyllm.sampling import Sampler, SamplingParams, breaker_ids
 from pyllm.scheduler import Scheduler
 from pyllm.tokenizer import Tokenizer
 
-PAGE_SIZE = 64  # K/V rows per page: what a prefix is shared in units of
-
 TAG_BYTES = 4  # beside each row of each layer
-
-INPUTS = ("copy", "zero-copy")
-
-MAX_OPTION = 1 << 30  # far above any size that makes sense, far below what would overflow
 
 Progress = Callable[[int, int], None]
 PrefillProgress = Callable[[int, int, int], None]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How an engine is set up; see `LLM`."""
-
-    ctx_size: int = 4096
-    batch_size: int = 2048
-    ubatch_size: int | None = None
-    kv_type: str = "f16"
-    n_seqs: int = 1
-    inflight: int | None = None
-    page_size: int = PAGE_SIZE
-    ring_depth: int | None = None
-    page_order: Sequence[int] | None = None
-    inputs: str = "copy"
-    kv_trace: str | os.PathLike[str] | None = None
-    kv_trace_every: int = DEFAULT_EVERY
-    prefix_cache: bool = False
-    cache_ram: int | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_disk: int | None = None
-    overflow: str = "stop"
-    keep: int = 0
-    hooks: TestHooks = field(default_factory=TestHooks)
-
-    def __post_init__(self) -> None:
-        for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size", "kv_trace_every"):
-            value = getattr(self, name)
-            if value is None and name in ("inflight", "ubatch_size"):
-                continue
-            if type(value) is not int or not 1 <= value <= MAX_OPTION:
-                raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")
-        for name in ("cache_ram", "cache_disk"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
-                raise UsageError(f"{name} is {value!r}; it must be a number of bytes")
-        Overflow(self.overflow, self.keep)  # complains
-        if self.cache_dir is not None and not self.prefix_cache:
-            raise UsageError("cache_dir needs prefix_cache=True")
-        if self.inputs not in INPUTS:
-            raise UsageError(f"inputs is {self.inputs!r}; choose one of {', '.join(INPUTS)}")
 
 
 class LLM:
@@ -124,9 +74,11 @@ class LLM:
             at most 4 GiB. Taken when it is needed.
         cache_dir: a folder for conversations, which later processes find again there; it is made private. None: nothing
             is written to disk.
-        cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB. overflow: when the context is full,
-        "stop" ends the answer, "error" raises ContextError, and "shift" drops tokens
-            behind the first `keep` and computes the rest anew; prompts that are too long are cut likewise.
+        cache_pages: let pages that have to leave the device go to that memory; default: where the device has memory of
+            its own, or `cache_ram` is given. Checkpoints of recurrent layers always do.
+        cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB.
+        overflow: when the context is full, "stop" ends the answer, "error" raises ContextError, and "shift" drops
+            tokens behind the first `keep` and computes the rest anew; prompts that are too long are cut likewise.
             `stats["dropped_tokens"]` says how many went.
         keep: tokens at the beginning that "shift" leaves alone.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
@@ -163,6 +115,7 @@ class LLM:
         kv_trace_every: int = DEFAULT_EVERY,
         prefix_cache: bool = False,
         cache_ram: int | None = None,
+        cache_pages: bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_disk: int | None = None,
         overflow: str = "stop",
@@ -176,6 +129,7 @@ class LLM:
             kv_trace_every=kv_trace_every,
             prefix_cache=prefix_cache,
             cache_ram=cache_ram,
+            cache_pages=cache_pages,
             cache_dir=cache_dir,
             cache_disk=cache_disk,
             overflow=overflow,
@@ -198,8 +152,7 @@ class LLM:
         self._lock = threading.RLock()
         self._device = device
         self._stats: dict[str, Any] = {}
-        self._last_ids: list[int] = []
-        self._disk: DiskTier | None = None
+        self._kept: KeptPrompts | None = None
         self._trace: KVTrace | None = None
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
         self._finalizer = weakref.finalize(self, device.close)  # also at interpreter exit: the stream is drained first
@@ -209,12 +162,6 @@ class LLM:
             with open_model(path) as gguf:
                 self._read_texts(gguf)
                 self._build(gguf, options, progress)
-                if self._index is not None:
-                    identity = fingerprint(gguf, self._model.config, self._cache.kv_type, options.page_size)
-                    self._sessions = Sessions(self._cache, self._index, self._lock, lambda: identity)
-                    if options.cache_dir is not None:
-                        budget = DEFAULT_BUDGET if options.cache_disk is None else options.cache_disk
-                        self._disk = DiskTier(Path(options.cache_dir), budget, self._sessions, identity)
         except MemoryError as error:
             self.close()
             raise DeviceError(f"{path}: not enough memory on {device.name}; try a smaller context (-c)") from error
@@ -244,7 +191,13 @@ class LLM:
         self._n_seqs = options.n_seqs
         self.ctx_size = min(options.ctx_size, config.context_length)
         max_pages = -(-self.ctx_size // options.page_size)
-        page_budget, state_budget = self._budgets(options, config.recurrent is not None)
+        # Where the device's memory is the host's, pages that leave it make no room: they do so only if it is asked for.
+        wanted = options.cache_pages
+        if wanted is None:
+            wanted = options.cache_ram is not None or not self._device.shares_memory
+        page_budget, state_budget = budgets(
+            options.cache_ram, wanted and options.prefix_cache, config.recurrent is not None
+        )
         recurrent = None
         if config.recurrent:
             recurrent = RecurrentCache(self._device, config.recurrent, options.n_seqs, state_budget)
@@ -271,9 +224,10 @@ class LLM:
             submitted = partial(getattr, self._executor, "num_submitted")
             self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)
             self._cache.before_removal = self._trace.note
-        self._tier = HostTier(self._cache, page_budget) if page_budget else None
-        self._index = PrefixIndex(self._cache, self._tier) if options.prefix_cache else None
-        self._keeps_states = self._index is not None and recurrent is not None
+        if options.prefix_cache:
+            identity = fingerprint(gguf, config, kv_type, options.page_size)
+            folder = None if options.cache_dir is None else Path(options.cache_dir)
+            self._kept = KeptPrompts(self._cache, self._lock, identity, page_budget, folder, options.cache_disk)
         overflow = Overflow(options.overflow, options.keep)
         self._scheduler = Scheduler(
             self._executor,
@@ -284,18 +238,9 @@ class LLM:
             options.n_seqs,
             self.tokenizer.eog_ids.__contains__,
             self.tokenizer.vocab_size,
-            self._index,
+            self._kept.index if self._kept is not None else None,
             replace(overflow, keep=max(overflow.keep, int(self.tokenizer.add_bos))),
         )
-
-    def _budgets(self, options: EngineOptions, has_states: bool) -> tuple[int, int]:
-        """Bytes of the host's memory for pages and for states, which share what there is. Where the device's memory is
-        the host's, pages that leave it would make no room: they do so only where it was asked for."""
-        total = default_budget() if options.cache_ram is None else options.cache_ram
-        keeps_pages = options.prefix_cache and (options.cache_ram is not None or not self._device.shares_memory)
-        if not keeps_pages:
-            return 0, total
-        return (total // 2, total // 2) if has_states else (total, 0)
 
     def _check_rows(self, gguf: GGUFModel, options: EngineOptions, kv_type: KVType) -> None:
         """Refuse rows that the type cannot hold or that cannot fit, before anything is read."""
@@ -416,18 +361,10 @@ class LLM:
         return Request(ids, len(ids), params, sampler, checkpoints=checkpoints)
 
     def _add(self, request: Request) -> None:
-        if self._disk is not None and self._index is not None and request.sampler is not None:
-            with self._lock:
-                known = self._index.known(request.token_ids[:-1], anywhere=True)
-            self._disk.bring(request.token_ids, known)
+        if self._kept is not None:
+            self._kept.begin(request)
         with self._lock:
-            request.bytes_before = self._bytes_moved
             self._scheduler.add(request)
-
-    @property
-    def _bytes_moved(self) -> int:
-        """By all copies so far; without what keeps things there are none."""
-        return self._device.copies.num_bytes if self._index is not None else 0
 
     def chat(
         self,
@@ -463,7 +400,11 @@ class LLM:
     ) -> int | None:
         """Up to where a conversation's tokens stay what they are however the assistant's turn goes on: before a think
         block, which later turns leave out. None where nobody will ask."""
-        if not self._keeps_states or template_args.get("add_generation_prompt", True) is not True:
+        if (
+            self._kept is None
+            or self._cache.recurrent is None
+            or template_args.get("add_generation_prompt", True) is not True
+        ):
             return None
         try:
             before = self.chat_tokens(messages, **{**template_args, "add_generation_prompt": False})
@@ -556,11 +497,9 @@ class LLM:
         # Perhaps called by the garbage collector, in the middle of a step of this very thread: no waiting here.
         for request in requests:
             self._scheduler.end(request, reason)
-            request.bytes_moved = self._bytes_moved - request.bytes_before
+            if self._kept is not None:
+                self._kept.end(request)
             self._stats = request.stats()
-            self._last_ids = request.token_ids
-            if self._disk is not None and request.sampler is not None and reason != "error":
-                self._disk.note(request.token_ids)
         if self._lock.acquire(blocking=False):
             try:
                 self._scheduler.drop_ended()
@@ -585,8 +524,8 @@ class LLM:
             UsageError: nothing of the conversation is kept.
             SessionError: the file cannot be written.
         """
-        ids = self._last_ids if token_ids is None else _token_ids(token_ids)
-        return self._open_sessions().save(Path(path), ids, chat or {})
+        ids = None if token_ids is None else _token_ids(token_ids)
+        return self._require_kept().save(Path(path), ids, chat or {})
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Make the rows of a session file known: prompts that begin like its tokens go on from them.
@@ -595,19 +534,18 @@ class LLM:
             SessionError: the file is damaged, or of another model or type of rows; nothing has changed.
             ContextError: there is no room for its rows.
         """
-        return self._open_sessions().load(Path(path))
+        return self._require_kept().sessions.load(Path(path))
 
     def forget(self, token_ids: Sequence[int] | None = None) -> None:
         """Give up all that is kept of ended sequences, or all that begins like these tokens, to the end of their first
         page. Session files stay."""
-        if self._index is not None:
-            with self._lock:
-                self._index.clear(None if token_ids is None else _token_ids(token_ids))
+        if self._kept is not None:
+            self._kept.forget(None if token_ids is None else _token_ids(token_ids))
 
-    def _open_sessions(self) -> Sessions:
-        if self._index is None:
+    def _require_kept(self) -> KeptPrompts:
+        if self._kept is None:
             raise UsageError("sessions need prefix_cache=True")
-        return self._sessions
+        return self._kept
 
     def interrupt(self) -> None:
         """End all generations soon. Safe in a signal handler."""
@@ -636,8 +574,7 @@ class LLM:
         evaluated_tokens were computed; generated_tokens, prefill_seconds, decode_seconds, finish_reason, seed;
         bytes_moved between the device and what is kept in the host's memory, copies of other requests among them. And
         "memory": of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
-        owners = {"checkpoints": self._cache.recurrent, "pages": self._tier}
-        memory = {name: owner.pool.stats() for name, owner in owners.items() if owner is not None}
+        memory = self._kept.memory() if self._kept is not None else {}
         return {**self._stats, "memory": memory} if self._stats else {}
 
     @property
@@ -659,7 +596,7 @@ class LLM:
     @property
     def keeps_prefixes(self) -> bool:
         """Whether rows and states of ended sequences are kept."""
-        return self._index is not None
+        return self._kept is not None
 
     @property
     def device_name(self) -> str:
@@ -674,8 +611,8 @@ class LLM:
     def close(self) -> None:
         """Wait until nothing runs, then free everything. Calling it twice is harmless; other threads may be generating,
         and are told."""
-        if self._disk is not None:
-            self._disk.close()
+        if self._kept is not None:
+            self._kept.close()
         self._device.abandon()
         with self._lock:  # no step of another thread may still be queueing work for memory that goes away
             if self._trace is not None:

@@ -15,9 +15,10 @@ from pyllm.bench.engine import EngineUnderTest, Prefix
 from pyllm.bench.plan import Plan, Point, Row
 from pyllm.bench.traffic import Traffic, traffic_of
 from pyllm.device import open_device
+from pyllm.engine_options import PAGE_SIZE
 from pyllm.errors import UsageError
 from pyllm.gguf_split import open_model
-from pyllm.llm import LLM, PAGE_SIZE, EngineOptions
+from pyllm.llm import LLM, EngineOptions
 
 CHECKED_TOKENS = 16
 CHECKED_DEPTH = PAGE_SIZE - CHECKED_TOKENS // 2  # the checked tokens begin in one page and end in the next

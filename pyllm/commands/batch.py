@@ -232,7 +232,7 @@ def _answer(
     parallel, words = _parallel(options, path)
     system = None if options.system is None else checked_text(options.system, "--system")
     reader = LineReader(params, source.has_columns, template, system, options.raw)
-    with options.engine.open(path, n_seqs=parallel, prefix_cache=True) as llm:
+    with options.engine.open(path, n_seqs=parallel, prefix_cache=True, cache_pages=False) as llm:
         if options.engine.ctx_size is not None and llm.ctx_size < options.engine.ctx_size:
             warn(f"the model was trained for {llm.ctx_size} tokens; -c {options.engine.ctx_size} is cut down to that")
         shown.begin(f"Device: {llm.device_description}; {words}", device=llm.device_description, parallel=parallel)

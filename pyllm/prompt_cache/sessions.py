@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -68,9 +68,7 @@ class Sessions:
         identity: the engine's fingerprint.
     """
 
-    def __init__(
-        self, cache: KVCache, index: PrefixIndex, lock: Lock, identity: Callable[[], Mapping[str, str]]
-    ) -> None:
+    def __init__(self, cache: KVCache, index: PrefixIndex, lock: Lock, identity: Mapping[str, str]) -> None:
         self._cache = cache
         self._index = index
         self._lock = lock
@@ -113,7 +111,7 @@ class Sessions:
 
     def _write(self, path: Path, held: Held, chat: Mapping[str, Any]) -> None:
         metadata = {
-            "fingerprint": json.dumps(self._identity()),
+            "fingerprint": json.dumps(self._identity),
             "rows": json.dumps({"num_rows": held.length, "first_position": 0, "shifted": False}),
             "chat": json.dumps(chat),
         }
@@ -198,7 +196,7 @@ class Sessions:
 
     def _check(self, reader: SessionReader) -> None:
         """All that can be checked without reading rows."""
-        unlike = difference(reader.json("fingerprint"), self._identity())
+        unlike = difference(reader.json("fingerprint"), self._identity)
         if unlike is not None:
             reader.refuse(unlike)
         rows = reader.json("rows")

@@ -55,7 +55,15 @@ def test_all_good(batch: Batch, folder: Path) -> None:
     assert notes[0] == "Device: stub; 4 lines at a time" and notes[1].startswith("2 lines in ")
     assert "seed" not in result.stderr and len(notes) == 2
     assert [record["text"] for record in records(folder)] == ["Hi there", "x"]
-    options = {"ctx_size": 50, "kv_type": "f32", "device": "auto", "graphs": True, "n_seqs": 4, "prefix_cache": True}
+    options = {
+        "ctx_size": 50,
+        "kv_type": "f32",
+        "device": "auto",
+        "graphs": True,
+        "n_seqs": 4,
+        "prefix_cache": True,
+        "cache_pages": False,
+    }
     assert StubLLM.last.options == options
 
 

@@ -18,8 +18,9 @@ from pyllm.commands.answer import Timings, summary
 from pyllm.commands.models import model_and_text
 from pyllm.commands.run import command
 from pyllm.device import DEVICE_NAMES
+from pyllm.engine_options import INPUTS
 from pyllm.kv_types import KV_TYPES
-from pyllm.llm import INPUTS, Chunk, EngineOptions
+from pyllm.llm import Chunk, EngineOptions
 from pyllm.overflow import OVERFLOWS
 from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET
 from pyllm.sampling import SamplingParams

@@ -127,8 +127,8 @@ def test_entries_of_other_engines_are_left_alone(tmp_path: Path) -> None:
 def test_two_engines_share_a_folder(tmp_path: Path) -> None:
     with engine(PLAIN, tmp_path) as one, engine(PLAIN, tmp_path) as other:
         expected = ask(one, IDS[PLAIN][:90])
-        assert one._disk is not None
-        one._disk.close()
+        assert one._kept.disk is not None
+        one._kept.disk.close()
         assert ask(other, IDS[PLAIN][:90]) == expected
         assert other.stats["cached_tokens"] == 89
 
@@ -137,10 +137,10 @@ def test_an_entry_that_another_process_removes_is_no_error(tmp_path: Path, caplo
     with engine(PLAIN, tmp_path) as llm:
         expected = ask(llm, IDS[PLAIN][:90])
     with engine(PLAIN, tmp_path) as llm:
-        assert llm._disk is not None
-        llm._disk._look()
+        assert llm._kept.disk is not None
+        llm._kept.disk._look()
         files(tmp_path)[0].unlink()
-        llm._disk._seen = (tmp_path / "c").stat().st_mtime_ns  # it has not looked since
+        llm._kept.disk._seen = (tmp_path / "c").stat().st_mtime_ns  # it has not looked since
         assert ask(llm, IDS[PLAIN][:90]) == expected
         assert llm.stats["cached_tokens"] == 0
     assert not caplog.records

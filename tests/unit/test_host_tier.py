@@ -195,10 +195,10 @@ def test_sessions_are_saved_from_the_hosts_memory(tmp_path: Any) -> None:
         talk = IDS[PLAIN][:40]
         answer = tokens(llm.generate(talk, greedy(3)))
         tokens(llm.generate(IDS[PLAIN][60:130], greedy(3)))
-        assert llm._index is not None
-        held = llm._index.hold(talk)
+        assert llm._kept is not None
+        held = llm._kept.index.hold(talk)
         assert any(page < 0 for page in held.pages)
-        llm._index.let_go(held)
+        llm._kept.index.let_go(held)
         llm.save_session(tmp_path / "s", talk)
     with engine(PLAIN) as llm, engine(PLAIN, prefix_cache=False) as fresh:
         assert len(llm.load_session(tmp_path / "s").token_ids) == 40

@@ -282,12 +282,12 @@ def test_nothing_of_others_is_in_a_file(name: str, tmp_path: Path) -> None:
     """Rows behind the last token of its last page may be anybody's: they are zero."""
     with engine(name, n_seqs=1) as llm:
         tokens(llm.generate(IDS[name][:40], greedy(1)))  # fills pages
-        assert llm._index is not None
-        llm._index.clear()
+        assert llm._kept is not None
+        llm._kept.index.clear()
         llm._device.poison = False
         tokens(llm.generate(IDS[name][50:61], greedy(1)))
         length = len(llm.save_session(tmp_path / "s").token_ids)
-        copies = llm._sessions._copies
+        copies = llm._kept.sessions._copies
     with SessionReader(tmp_path / "s") as reader:
         last = f"page.{(length - 1) // 8}"
         memory = np.zeros(copies.num_bytes, np.uint8)
@@ -299,10 +299,10 @@ def test_nothing_of_others_is_in_a_file(name: str, tmp_path: Path) -> None:
 def test_rows_under_a_wrong_tag_are_not_saved(name: str, tmp_path: Path) -> None:
     with engine(name) as llm:
         tokens(llm.generate(IDS[name][:20], greedy(2)))
-        assert llm._index is not None
-        held = llm._index.hold(IDS[name][:20])
+        assert llm._kept is not None
+        held = llm._kept.index.hold(IDS[name][:20])
         llm._cache.tags[0, held.pages[1] * 8] += 1
-        llm._index.let_go(held)
+        llm._kept.index.let_go(held)
         with pytest.raises(UsageError, match=r"page 1 .*not its own"):
             llm.save_session(tmp_path / "s")
     assert not list(tmp_path.iterdir())
