@@ -1,30 +1,34 @@
 """Models in repositories of the Hugging Face hub: hf:OWNER/REPO[:QUANT], through the huggingface_hub package.
 
-The package keeps what it fetched in its own cache, goes on with a download that was cut, and honours HF_ENDPOINT,
-HF_HOME, HF_TOKEN and HF_HUB_OFFLINE. This module chooses the files, checks them and turns the package's errors into one
-line. It is imported only when such a name is met.
+The package keeps what was fetched in its own cache and honours HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE; see
+`hub_download` for what it does not do. Where the hub cannot be reached, what was fetched before is taken. This module
+chooses the files and turns the package's errors into one line. It is imported only when such a name is met.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyllm.errors import DownloadError, UsageError
 from pyllm.hub import REPO_PREFIX
+from pyllm.hub_download import Progress, fetch_blob
 
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 """Block types in the order in which one is taken when the user names none."""
 
 _REFERENCE = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+?))?(?::(?P<quant>[\w.-]+))?")
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_CHUNK_BYTES = 1 << 22
+
+
+class _UnreachableError(DownloadError):
+    """The hub does not answer, or must not be asked."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,14 @@ class RepoFile:
     sha256: str | None
 
 
-def fetch_repo(name: str, note: Callable[[str], None] = lambda text: None) -> Path:
+def fetch_repo(
+    name: str, note: Callable[[str], None] = lambda text: None, progress: Progress = lambda done, total: None
+) -> Path:
     """Fetch the model that a name asks for, unless it is there.
 
     Args:
         note: called with what is going to be fetched.
+        progress: called with (bytes that are there, bytes in all) of each file.
 
     Returns:
         The model file; of a split model the first part, beside which the others lie.
@@ -87,15 +94,48 @@ def fetch_repo(name: str, note: Callable[[str], None] = lambda text: None) -> Pa
     """
     reference = RepoReference.parse(name)
     package = _package()
-    with _one_line(reference, package):
-        info = package.HfApi().model_info(reference.repo, revision=reference.revision, files_metadata=True)
+    try:
+        with _one_line(reference, package):
+            info = package.HfApi().model_info(reference.repo, revision=reference.revision, files_metadata=True)
+    except _UnreachableError as error:
+        path = _from_cache(reference, package)
+        if path is None:
+            raise
+        note(f"{error}; taking what was fetched before")
+        return path
     files = choose_files(reference, [_file(sibling) for sibling in info.siblings or []])
     num_bytes = sum(file.num_bytes or 0 for file in files)
     total = f", {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     parts = f"{files[0].name} and {len(files) - 1} more" if len(files) > 1 else files[0].name
     note(f"{reference}: {parts}{total}")
-    paths = [_fetch_file(reference, package, file, info.sha) for file in files]
+    paths = [_fetch_file(reference, package, file, info.sha, progress, note) for file in files]
     return paths[0]
+
+
+def _from_cache(reference: RepoReference, package: Any) -> Path | None:
+    """The model as it was fetched last, with all its parts; None where it was not."""
+    try:
+        repos = package.scan_cache_dir().repos
+    except Exception:  # there is no cache yet
+        return None
+    revisions = [revision for repo in repos if repo.repo_id == reference.repo for revision in repo.revisions]
+    for revision in sorted(revisions, key=lambda revision: -revision.last_modified):
+        if reference.revision in (None, revision.commit_hash, *revision.refs):
+            folder = revision.snapshot_path
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            if found := _whole_model(reference, names):
+                return folder / found
+    return None
+
+
+def _whole_model(reference: RepoReference, names: Iterable[str]) -> str | None:
+    """The first file of the model that is asked for, if all its parts are among the names."""
+    try:
+        files = choose_files(reference, [RepoFile(name, None, None) for name in names])
+    except UsageError:
+        return None
+    shard = _SHARD.fullmatch(files[0].name)
+    return files[0].name if shard is None or len(files) == int(shard["count"]) else None
 
 
 def choose_files(reference: RepoReference, files: Iterable[RepoFile]) -> list[RepoFile]:
@@ -147,24 +187,23 @@ def _file(sibling: Any) -> RepoFile:
     return RepoFile(sibling.rfilename, sibling.size, sha256)
 
 
-def _fetch_file(reference: RepoReference, package: Any, file: RepoFile, commit: str | None) -> Path:
+def _fetch_file(
+    reference: RepoReference,
+    package: Any,
+    file: RepoFile,
+    commit: str | None,
+    progress: Progress,
+    note: Callable[[str], None],
+) -> Path:
     """One file from the cache or the hub. What was fetched now is compared with the hub's checksum."""
     revision = commit or reference.revision
-    cached = package.try_to_load_from_cache(reference.repo, file.name, revision=revision)
     with _one_line(reference, package):
+        cached = package.try_to_load_from_cache(reference.repo, file.name, revision=revision)
+        if not isinstance(cached, str) and file.sha256 is not None and commit is not None:
+            waits = partial(note, "Another pyllm is fetching it; waiting")
+            fetch_blob(package, reference.repo, file.name, commit, file.sha256, progress, waits)
         path = Path(package.hf_hub_download(reference.repo, file.name, revision=revision))
-    if not isinstance(cached, str) and file.sha256 is not None and _sha256(path) != file.sha256:
-        path.resolve().unlink(missing_ok=True)
-        raise DownloadError(f"{reference}: {file.name} is not the file that the hub names (SHA-256); try again")
     return path
-
-
-def _sha256(path: Path) -> str:
-    whole = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(_CHUNK_BYTES):
-            whole.update(piece)
-    return whole.hexdigest()
 
 
 def _package() -> Any:
@@ -190,10 +229,10 @@ def _one_line(reference: RepoReference, package: Any) -> Any:
         raise DownloadError(f"{reference}: there is no such revision") from None
     except (errors.LocalEntryNotFoundError, errors.EntryNotFoundError) as error:
         raise DownloadError(f"{reference}: {_first_line(error)}") from None
+    except DownloadError as error:
+        raise DownloadError(f"{reference}: {error}") from None
     except Exception as error:  # whatever HTTP client is underneath
-        if isinstance(error, KeyboardInterrupt | UsageError | DownloadError):
-            raise
-        raise DownloadError(f"{reference} cannot be fetched: {_first_line(error)}") from None
+        raise _UnreachableError(f"{reference} cannot be fetched: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -52,10 +52,11 @@ def fetch(name: str, force: bool = False) -> Path:
 
 
 def fetch_repo(name: str) -> Path:
-    """A model of the Hugging Face hub, from its cache or the hub; the package shows its own bars."""
+    """A model of the Hugging Face hub, from its cache or the hub."""
     from pyllm import hub_repo
 
-    return hub_repo.fetch_repo(name, note)
+    with progress_bar("downloading") as progress:
+        return hub_repo.fetch_repo(name, note, progress)
 
 
 class _Bars(ExitStack):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -80,13 +81,20 @@ class FakeHub:
         contents: file name to content.
         named: file name to the SHA-256 that the hub claims, where it differs.
         cut: stop a download after so many bytes, once.
+        stall: send no more after so many bytes, and leave the connection open.
+        token: who does not show it is refused; "": nobody is.
+        always_cut: close each download before its first byte.
+        redirects: files are elsewhere, as the hub's large ones are.
         requests: methods, paths and ranges so far.
     """
 
     def __init__(self) -> None:
         self.contents = {"tiny-Q8_0.gguf": bytes(range(256)) * 400, "tiny-F16.gguf": b"other", "README.md": b"text"}
         self.named: dict[str, str] = {}
-        self.cut = 0
+        self.cut = self.stall = 0
+        self.token = ""
+        self.redirects = self.always_cut = False
+        self.stalled, self.over = threading.Event(), threading.Event()
         self.requests: list[tuple[str, str, str]] = []
         hub = self
 
@@ -105,19 +113,27 @@ class FakeHub:
             def answer(self, with_body: bool) -> None:
                 path = self.path.split("?")[0]
                 hub.requests.append((self.command, path, self.headers.get("Range", "")))
-                if path.startswith("/api/models/owner/tiny-GGUF"):
+                if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+                    self.send(401, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Gated"}, with_body)
+                elif path.startswith("/api/models/owner/tiny-GGUF"):
                     self.send(200, json.dumps(hub.info()).encode(), {"Content-Type": "application/json"}, with_body)
                 elif path.startswith("/owner/tiny-GGUF/resolve/"):
-                    self.send_file(path.rsplit("/", 1)[-1], with_body)
+                    self.send_file(path.rsplit("/", 1)[-1], with_body, hub.redirects)
+                elif path.startswith("/elsewhere/"):
+                    self.send_file(path.rsplit("/", 1)[-1], with_body, False)
                 else:
                     headers = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
                     self.send(404, b"{}", headers, with_body)
 
-            def send_file(self, name: str, with_body: bool) -> None:
+            def send_file(self, name: str, with_body: bool, redirects: bool) -> None:
                 content = hub.contents[name]
                 first = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].split("-")[0])
                 headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hub.sha256(name)}"', "Accept-Ranges": "bytes"}
                 headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(content))}
+                if redirects:
+                    place = f"http://localhost:{hub.server.server_address[1]}/elsewhere/{name}"
+                    self.send(302, b"", headers | {"Location": place}, with_body)
+                    return
                 if first:
                     headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
                 self.send(206 if first else 200, content[first:], headers, with_body)
@@ -127,7 +143,14 @@ class FakeHub:
                 for key, value in (headers | {"Content-Length": str(len(body))}).items():
                     self.send_header(key, value)
                 self.end_headers()
-                if with_body and hub.cut and len(body) > hub.cut:
+                if with_body and hub.always_cut and len(body) > 10_000:
+                    self.close_connection = True
+                elif with_body and hub.stall and len(body) > hub.stall:
+                    self.wfile.write(body[: hub.stall])
+                    hub.stalled.set()
+                    hub.over.wait(60)
+                    self.close_connection = True
+                elif with_body and hub.cut and len(body) > hub.cut:
                     self.wfile.write(body[: hub.cut])
                     hub.cut = 0
                     self.close_connection = True
@@ -156,16 +179,22 @@ class FakeHub:
 def hub() -> Iterator[FakeHub]:
     fake = FakeHub()
     yield fake
+    fake.over.set()
     fake.server.shutdown()
     fake.server.server_close()
 
 
 def pull(hub: FakeHub, home: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`pyllm pull` in a process of its own: huggingface_hub reads its environment when it is imported."""
+    command, settings = pulling(hub, home, name, **environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=settings)
+
+
+def pulling(hub: FakeHub, home: Path, name: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """Its command line and environment."""
     settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_address[1]}", "HF_HOME": str(home)}
     settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", **environment}
-    command = [sys.executable, "-m", "pyllm", "pull", name]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | settings)
+    return [sys.executable, "-m", "pyllm", "pull", name], os.environ | settings
 
 
 def test_a_model_is_fetched_once(hub: FakeHub, tmp_path: Path) -> None:
@@ -180,14 +209,11 @@ def test_a_model_is_fetched_once(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_a_cut_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
-    hub.contents["tiny-Q8_0.gguf"] = os.urandom(22 << 20)  # the package keeps pieces of 10 MiB
+    hub.contents["tiny-Q8_0.gguf"] = os.urandom(22 << 20)
     hub.cut = 15 << 20
     done = pull(hub, tmp_path, "hf:owner/tiny-GGUF")
-    if done.returncode:  # the package gave up; the next run goes on
-        assert "hf:owner/tiny-GGUF" in done.stderr
-        done = pull(hub, tmp_path, "hf:owner/tiny-GGUF")
     assert Path(done.stdout.strip()).read_bytes() == hub.contents["tiny-Q8_0.gguf"]
-    assert any(wanted.startswith(f"bytes={10 << 20}-") for _, _, wanted in hub.requests)
+    assert any(wanted == f"bytes={15 << 20}-" for _, _, wanted in hub.requests)
 
 
 def test_another_file_than_the_hub_names_is_refused(hub: FakeHub, tmp_path: Path) -> None:
@@ -208,3 +234,84 @@ def test_errors_are_one_line(hub: FakeHub, tmp_path: Path) -> None:
     assert offline.returncode
     assert "Error: hf:owner/tiny-GGUF" in offline.stderr
     assert "Traceback" not in offline.stderr
+
+
+def test_a_killed_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
+    hub.contents["tiny-Q8_0.gguf"] = os.urandom(24 << 20)
+    hub.stall = 23 << 20
+    command, settings = pulling(hub, tmp_path, "hf:owner/tiny-GGUF")
+    with subprocess.Popen(command, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        assert hub.stalled.wait(60)
+        while not any(path.stat().st_size >= 20 << 20 for path in tmp_path.rglob("*.pyllm-part")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    hub.stall = 0
+    hub.requests.clear()
+    done = pull(hub, tmp_path, "hf:owner/tiny-GGUF")
+    assert Path(done.stdout.strip()).read_bytes() == hub.contents["tiny-Q8_0.gguf"]
+    (wanted,) = [wanted for method, path, wanted in hub.requests if method == "GET" and "resolve" in path]
+    assert int(wanted.removeprefix("bytes=").removesuffix("-")) >= 20 << 20
+    assert not list(tmp_path.rglob("*part*"))
+
+
+def test_files_that_are_elsewhere(hub: FakeHub, tmp_path: Path) -> None:
+    hub.redirects = True
+    done = pull(hub, tmp_path, "hf:owner/tiny-GGUF:F16")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == b"other"
+    assert any(path.startswith("/elsewhere/") for _, path, _ in hub.requests)
+
+
+def test_parts_are_fetched_together(hub: FakeHub, tmp_path: Path) -> None:
+    parts = {f"big-Q6_K-0000{n}-of-00003.gguf": bytes([n]) * 1000 for n in (1, 2, 3)}
+    hub.contents |= parts
+    first = Path(pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q6_K").stdout.strip())
+    assert first.name == min(parts)
+    assert {path.name: path.read_bytes() for path in first.parent.iterdir()} == parts
+    (first.parent / max(parts)).unlink()
+    missing = pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q6_K", HF_HUB_OFFLINE="1")
+    assert missing.returncode == 1 and missing.stdout == ""
+
+
+def test_models_that_ask_for_terms(hub: FakeHub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    refused = pull(hub, tmp_path, "hf:owner/tiny-GGUF:F16")
+    assert refused.returncode == 1 and "asks for its terms to be accepted" in refused.stderr
+    allowed = pull(hub, tmp_path, "hf:owner/tiny-GGUF:F16", HF_TOKEN=hub.token)
+    assert allowed.returncode == 0, allowed.stderr
+    assert hub.token not in allowed.stderr + refused.stderr
+
+
+def test_without_the_hub_what_was_fetched_is_taken(hub: FakeHub, tmp_path: Path) -> None:
+    done = pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q8_0")
+    offline = pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q8_0", HF_HUB_OFFLINE="1")
+    assert offline.stdout == done.stdout and "taking what was fetched before" in offline.stderr
+    gone = pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q8_0", HF_ENDPOINT="http://127.0.0.1:9")
+    assert gone.stdout == done.stdout and "taking what was fetched before" in gone.stderr
+    other = pull(hub, tmp_path, "hf:owner/tiny-GGUF:F16", HF_HUB_OFFLINE="1")
+    assert other.returncode == 1 and other.stdout == "" and "Traceback" not in other.stderr
+
+
+def test_the_package_is_named_where_it_is_missing(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    missing = pull(hub, tmp_path, "hf:owner/tiny-GGUF", PYTHONPATH=path)
+    assert missing.returncode == 1
+    assert missing.stderr == "Error: hf: names need huggingface_hub; pip install 'pyllm[hub]'\n"
+
+
+def test_two_at_a_time_fetch_it_once(hub: FakeHub, tmp_path: Path) -> None:
+    hub.contents["tiny-Q8_0.gguf"] = os.urandom(24 << 20)
+    command, settings = pulling(hub, tmp_path, "hf:owner/tiny-GGUF")
+    both = [subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate(timeout=120)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0] and len(paths) == 1
+    assert Path(paths.pop()).read_bytes() == hub.contents["tiny-Q8_0.gguf"]
+    assert len([path for method, path, _ in hub.requests if method == "GET" and "resolve" in path]) == 1
+
+
+def test_a_server_that_sends_nothing_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
+    hub.always_cut = True
+    done = pull(hub, tmp_path, "hf:owner/tiny-GGUF:Q8_0")
+    assert done.returncode == 1 and "the connection broke" in done.stderr and "the next run goes on" in done.stderr
