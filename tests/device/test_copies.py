@@ -8,14 +8,23 @@ from functools import partial
 import numpy as np
 import pytest
 
+from pyllm.device import Device
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.errors import DeviceError
+from tests.ops.lives import LIVES
 
 
 @pytest.fixture(params=[HostDevice, EmulatedDevice])
 def device(request: pytest.FixtureRequest) -> Iterator[HostDevice]:
     device = request.param(poison=True)
+    yield device
+    device.close()
+
+
+@pytest.fixture(params=[name for name in ("cpu", "gpu") if name in LIVES])
+def any_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = LIVES[request.param]()
     yield device
     device.close()
 
@@ -57,15 +66,33 @@ def test_the_compute_stream_waits_for_a_copy(device: HostDevice) -> None:
     assert seen == [5] * 4
 
 
-def test_rows_of_several_layers_in_one_copy(device: HostDevice) -> None:
-    rng = np.random.default_rng(0)
+def test_rows_of_several_layers_in_one_copy(any_device: Device) -> None:
+    device, rng = any_device, np.random.default_rng(0)
     layers = rng.standard_normal((3, 10, 8)).astype(np.float32)
     array, buffer = device.upload(layers), device.pinned(3 * 4 * 8 * 4)
     page = buffer.memory.view(np.float32).reshape(3, 4, 8)
+    device.copies.wait(device.record())
     device.copies.copy(array[:, 5:8], page[:, :3])
     device.copies.copy(page[:, :3], array[:, :3])
     device.copies.record().synchronize()
     assert (device.download(array)[:, :3] == layers[:, 5:8]).all()
+
+
+def test_streams_wait_for_each_other(any_device: Device) -> None:
+    """Up and down many times: each copy finds what the one before it left on the other side."""
+    device, buffer = any_device, any_device.pinned(1 << 20)
+    array = device.upload(np.zeros(1 << 18, np.float32))
+    for number in range(20):
+        device.copies.record().synchronize()
+        buffer.writable().view(np.float32)[:] = number
+        device.copies.copy(buffer.memory.view(np.float32), array)
+        device.wait(device.copies.record())
+        host = device.pinned(1 << 20)
+        device.copy_to_pinned(array, host.array.view(np.float32))
+        device.copies.wait(device.record())
+        device.synchronize()
+        assert (host.array.view(np.float32) == number).all()
+        device.release_pinned(host, device.copies.record())
 
 
 def test_what_does_not_fit_is_refused(device: HostDevice) -> None:
