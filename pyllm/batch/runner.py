@@ -71,6 +71,7 @@ class Tally:
         failed: records that are errors.
         prefix_tokens: computed ahead, once for several lines; in no other number.
         seconds: since the first line was read.
+        engine_seconds: of these, in steps of the engine; the rest went into reading, encoding and writing lines.
     """
 
     resumed: int = 0
@@ -81,6 +82,7 @@ class Tally:
     completion_tokens: int = 0
     prefix_tokens: int = 0
     seconds: float = 0.0
+    engine_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -161,7 +163,7 @@ class Runner:
                 if entries.is_over and self._is_idle:
                     return True
                 if not self._is_idle and not self._is_stopping:
-                    moved = self._engine.advance()
+                    moved = self._advance()
                     if not self._collect() and not moved:
                         raise PyllmError("the engine has nothing to do, but lines are not answered: please report this")
                 self.tally.seconds = time.perf_counter() - started
@@ -172,6 +174,12 @@ class Runner:
                 running.generation.close()
             if self._ahead is not None:
                 self._ahead[0].close()
+
+    def _advance(self) -> bool:
+        began = time.perf_counter()
+        moved = self._engine.advance()
+        self.tally.engine_seconds += time.perf_counter() - began
+        return moved
 
     @property
     def _is_idle(self) -> bool:

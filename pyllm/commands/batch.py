@@ -19,7 +19,7 @@ from pyllm.commands import INTERRUPTED
 from pyllm.commands.batch_progress import Display, display
 from pyllm.commands.completing import FILE, MODEL
 from pyllm.commands.console import note, size_text, warn
-from pyllm.commands.models import local_model
+from pyllm.commands.models import DEFAULT_MODEL, local_model
 from pyllm.commands.options import SIZE, EngineOptions, SamplingOptions, engine_options, sampling_options, taken
 from pyllm.commands.prompt import checked_text, unescape
 from pyllm.errors import UsageError
@@ -79,7 +79,7 @@ class BatchOptions:
 
 @click.command("batch")
 @click.argument("model", type=MODEL)
-@click.argument("input", type=FILE)
+@click.argument("input", type=FILE, required=False)
 @click.option(
     "-o", "--output", type=FILE, required=True, metavar="OUT", help="Append a record for each line to OUT (JSON lines)."
 )
@@ -119,6 +119,8 @@ def command(**values: Any) -> None:
     and "temperature", or a line of an OpenAI batch, which gets a record of that kind. Options here are for lines that
     say nothing else.
 
+    PYLLM_MODEL in the environment stands in for MODEL.
+
     Run the same command again after it was ended, however that was, and it goes on where it was. What is wrong with a
     line becomes a record with an error; the others go on.
 
@@ -131,6 +133,11 @@ def command(**values: Any) -> None:
     pyllm batch model.gguf "notes/**/*.md" -o out.jsonl --template "Title for: {text}"
     zcat lines.gz | pyllm batch model.gguf - -o out.jsonl --parallel 16 --progress json
     """
+    if values["input"] is None:  # a lone argument is INPUT
+        default = os.environ.get(DEFAULT_MODEL)
+        if not default:
+            raise click.UsageError(f"there is no INPUT; a lone argument is one where {DEFAULT_MODEL} names the model")
+        values["model"], values["input"] = default, values["model"]
     sampling, engine = taken(SamplingOptions, values), taken(EngineOptions, values)
     click.get_current_context().exit(run(BatchOptions(**values, sampling=sampling, engine=engine)))
 

@@ -106,6 +106,7 @@ class Events:
             "completion_tokens": tally.completion_tokens,
             "tokens_per_second": round(tally.tokens_per_second, 2),
             "seconds": round(tally.seconds, 3),
+            "engine_seconds": round(tally.engine_seconds, 3),
             "seconds_left": left,
         }
 

@@ -168,6 +168,7 @@ def test_progress_for_programs(batch: Batch, folder: Path) -> None:
     end = events[-1]
     assert (end["done"], end["total"], end["failed"], end["status"]) == (2, 2, 1, 3)
     assert (end["completion_tokens"], end["seconds_left"]) == (3, 0)
+    assert 0 <= end["engine_seconds"] <= end["seconds"]
     again = json.loads(batch("in.jsonl", "--progress", "json").stderr)
     assert (again["event"], again["done"], again["failed"], again["status"]) == ("end", 2, 1, 3)
 
@@ -203,3 +204,13 @@ def test_empty_input(batch: Batch, folder: Path) -> None:
     (folder / "in.jsonl").write_text("\n\n")
     result = batch("in.jsonl")
     assert result.exit_code == 0 and records(folder) == []
+
+
+def test_a_model_from_the_environment(batch: Batch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "in.jsonl").write_text(lines({"prompt": "a"}))
+    alone = CliRunner().invoke(main, ["batch", "in.jsonl", "-o", "out.jsonl"])
+    assert alone.exit_code == 2 and "there is no INPUT" in alone.stderr
+    monkeypatch.setenv("PYLLM_MODEL", "model.gguf")
+    assert CliRunner().invoke(main, ["batch", "in.jsonl", "-o", "out.jsonl", "--parallel", "2"]).exit_code == 0
+    assert [record["text"] for record in records(folder)] == ["a"]
+    assert batch("in.jsonl").stderr.count("\n") == 2  # named on the command line, it is the same model
