@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
 from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
+from pyllm.fault_messages import as_pyllm_error, what_hit
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.overflow import Overflow
 from pyllm.prompt_cache.index import PrefixIndex, Taken
+from pyllm.prompt_cache.state_saving import save_end_of_turn, save_state, up_to_checkpoint
 from pyllm.request import Request
 from pyllm.sampling import Sampled
 
-CHECKPOINT_EVERY = 1024  # tokens, at least: between checkpoints of recurrent states that nothing but length asks for
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
 
@@ -262,7 +263,9 @@ class Scheduler:
                     chosen.append((request, self._segment(request, 1)))
                     room -= 1
                 continue
-            count = self._up_to_checkpoint(request, min(request.num_pending, room))
+            count = min(request.num_pending, room)
+            if self._index is not None:
+                count = up_to_checkpoint(request, count)
             if request.sampler is None:
                 count = min(count, output_room)
             if count == 0 or not self._make_room(request, count, chosen):
@@ -278,27 +281,6 @@ class Scheduler:
         if request.ready is not None and request.ready.query():
             request.ready = None
         return request.ready is None
-
-    def _keeps_states(self, request: Request) -> bool:
-        """Whether there are states of recurrent layers to keep."""
-        return self._index is not None and request.kv is not None and request.kv.state is not None
-
-    def _up_to_checkpoint(self, request: Request, count: int) -> int:
-        """Not beyond the next position at which the state is to be kept: a state is kept between steps."""
-        if not self._keeps_states(request):
-            return count
-        assert request.kv is not None
-        length = request.kv.length
-        return min(count, *(position - length for position in request.checkpoints if position > length), count)
-
-    def _save_state(self, request: Request) -> None:
-        """After a step was queued: keep the state that it leaves, where that is worth while."""
-        if self._keeps_states(request):
-            assert request.kv is not None
-            length = request.kv.length
-            if length in request.checkpoints or length - request.saved_at >= CHECKPOINT_EVERY:
-                self._cache.checkpoint(request.kv)
-                request.saved_at = length
 
     def _can_run_ahead(self, request: Request) -> bool:
         """Whether the device has, or will have, a token for which a step can be queued already.
@@ -377,14 +359,15 @@ class Scheduler:
             raise
         except Exception as error:
             for request in requests:
-                self._end(request, "error", _as_pyllm_error(error))
+                self._end(request, "error", as_pyllm_error(error))
             return 0
         self._in_flight.append(QueuedStep(step, requests, num_tokens))
         keeps = self._runs_ahead and self._executor.keeps_tokens(segments)
         for request, segment in chosen:
             request.num_submitted = segment.start + len(segment.token_ids)
             request.is_kept = keeps and segment.place >= 0
-            self._save_state(request)
+            if self._index is not None:
+                save_state(self._cache, request)
         return num_tokens
 
     # taking results
@@ -412,7 +395,7 @@ class Scheduler:
                 self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
                 self._take_logits(request, logits, first, row)
             except Exception as error:  # whatever it is, it concerns this request alone
-                self._end(request, "error", _as_pyllm_error(error))
+                self._end(request, "error", as_pyllm_error(error))
 
     def _take_logits(self, request: Request, logits: Logits, start: int, stop: int) -> None:
         """Take rows start..stop-1."""
@@ -466,7 +449,7 @@ class Scheduler:
             assert kv is not None
             in_step = any(kv is segment.seq for segment in entry.step.segments)
             if kv.seq_id in seq_ids or pages & set(kv.pages) or (whole_step and in_step):
-                what = _what_hit(kv, found, entry.step.segments)
+                what = what_hit(kv, found, entry.step.segments)
                 error = StaleKVError(f"{what}; the sequence was stopped, nothing of this step was shown")
                 for page in kv.pages if whole_step and in_step else ():
                     self._cache.quarantine(page)
@@ -486,32 +469,6 @@ class Scheduler:
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
                 if self._index is not None and reason != "error":
-                    if kv.state is not None and kv.state.position == kv.num_clean <= len(request.token_ids):
-                        self._cache.checkpoint(kv)  # the end of a turn
+                    save_end_of_turn(self._cache, request, kv)
                     self._index.keep(request.token_ids, kv)
                 self._cache.release(kv)
-
-
-def _what_hit(kv: SequenceKV, found: Sequence[Fault], segments: Sequence[Segment]) -> str:
-    """The fault that concerns a sequence most; of a step as a whole, with the rows that it was to write of it."""
-    own = [fault for fault in found if fault.seq_id == kv.seq_id] or [
-        fault for fault in found if fault.page in kv.pages
-    ]
-    if own:
-        return str(own[0])
-    where = (
-        f": sequence {kv.seq_id}, positions {segment.start} to {segment.start + len(segment.token_ids) - 1}, "
-        f"all layers, pages {kv.pages}"
-        for segment in segments
-        if segment.seq is kv
-    )
-    return f"{found[0]}{next(where, '')}"
-
-
-def _as_pyllm_error(error: Exception) -> PyllmError:
-    """What a caller is told about a failure that only concerns its request."""
-    if isinstance(error, PyllmError):
-        return error
-    if isinstance(error, MemoryError):
-        return DeviceError("not enough memory for this step; try a smaller ubatch (-ub) or context (-c)")
-    return PyllmError(f"{type(error).__name__}: {error}")

@@ -171,7 +171,7 @@ def test_a_code_word_is_forgotten(fresh: LLM) -> None:
 
 
 def test_long_prompts_are_kept_on_the_way(monkeypatch: pytest.MonkeyPatch, fresh: LLM) -> None:
-    monkeypatch.setattr("pyllm.scheduler.CHECKPOINT_EVERY", 16)
+    monkeypatch.setattr("pyllm.prompt_cache.state_saving.CHECKPOINT_EVERY", 16)
     with small() as llm:
         answer(llm, IDS[:64])
         changed = [*IDS[:40], 1, 2, 3, 4]
