@@ -11,8 +11,8 @@
 // Numerics  f32
 // Defines   TAPS; VEC: 1 or 4; TOKENS; THREADS; ONE_SEQ: all tokens are of sequence 0
 //           HEAD: elements of a head, VEC times a power of 2 up to 32; 0: no norm
-// Compile   TAPS=1,4 VEC=1 TOKENS=1,8 THREADS=256 ONE_SEQ=0 HEAD=0; TAPS=4 VEC=4 TOKENS=1,8 THREADS=64 ONE_SEQ=0,1 HEAD=0,128;
-//           TAPS=4 VEC=4 TOKENS=8 THREADS=256 ONE_SEQ=0 HEAD=32,64
+// Compile   TAPS=1,4 VEC=1 TOKENS=1,8 THREADS=128 ONE_SEQ=0 HEAD=0; TAPS=4 VEC=4 TOKENS=1,8 THREADS=64 ONE_SEQ=0,1 HEAD=0,128;
+//           TAPS=4 VEC=4 TOKENS=8 THREADS=128 ONE_SEQ=0 HEAD=32,64
 #include "common/state.cuh"
 #include "common/values.cuh"
 

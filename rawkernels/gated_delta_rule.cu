@@ -58,7 +58,7 @@ KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK) gated_delta_rule(
     const i64 row = state_rows[seq];
     const u32 epoch = state_epochs[seq];
     const i32 begin = cu_seqlens[seq], stop = cu_seqlens[seq + 1];
-    // With ONE nothing waits for these two; a ubatch that was emptied shows in them, and then nothing is written.
+    // With ONE nothing waits for these two; in a ubatch that was emptied they are equal, and then nothing is written.
     const i32 first = ONE ? seq : begin, end = ONE ? seq + 1 : stop;
     if (!ONE && (first >= end || end - first > most)) return;
     const i32 part = threadIdx.x % THREADS_OF_ROW;
@@ -86,7 +86,6 @@ KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK) gated_delta_rule(
     const u32 position = static_cast<u32>(positions[first]);
     const StateMark mark = read_mark(marks, row, num_layers, index);
     const bool own = is_mark(mark, epoch, position);
-    if (ONE && begin >= stop) return;
 
     auto work = [&](i32 t, const Token& token, float factor, float rate) {
         // S k and S q of the old S side by side: S' q = factor S q + change (k q), one exchange instead of two.
@@ -101,6 +100,7 @@ KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK) gated_delta_rule(
         const float result = factor * sum_of_row(asked) + change * sum_of_row(common);
 #pragma unroll
         for (int j = 0; j < ENTRIES; j++) s[j] = factor * s[j] + change * token.k[j];
+        if (ONE && begin >= stop) return;
         if (part == 0) {
             out[(static_cast<i64>(t) * num_v + head) * HEAD_DIM + i] =
                 own ? result * rsqrt_f(static_cast<float>(HEAD_DIM)) : 0;
@@ -126,6 +126,7 @@ KERNEL(THREADS_OF_ROW * ROWS_OF_BLOCK) gated_delta_rule(
         }
     }
 #endif
+    if (ONE && begin >= stop) return;
     if (own) {
         float* const target = values + (row ^ 1) * row_size + offset;
 #pragma unroll

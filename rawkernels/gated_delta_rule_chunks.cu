@@ -106,7 +106,8 @@ DEVICE void copy_rows(void* target, const void* source) {
     const u8* const from = reinterpret_cast<const u8*>(source) + row * PIECES * 16 + piece;
 #pragma unroll
     for (int i = 0; i < ROWS; i += step) {
-        if (row < min(step, ROWS - i)) async_copy16(to + i * TARGET_ROW, from + i * PIECES * 16);
+        const bool own = (THREADS % PIECES == 0 || row < step) && (i + step <= ROWS || row < ROWS - i);
+        if (own) async_copy16(to + i * TARGET_ROW, from + i * PIECES * 16);
     }
 }
 
@@ -134,10 +135,12 @@ KERNEL(THREADS) gated_delta_rule_chunks(
         copy_rows<4 * CHUNK, HEAD_DIM / 8, 2 * KEY_LD>(stage.keys, keys_of(slot, key_head));
         copy_rows<4 * CHUNK, CHUNK / 8, 2 * PAIR_LD>(stage.pairs, pairs_of(slot, num_k, head));
         copy_rows<1, GATES / 4, 0>(stage.gates, gates_of(slot, num_k, num_v, head));
-        for (int item = threadIdx.x; item < CHUNK * SLICE / 4; item += THREADS) {
-            const int token = item / (SLICE / 4), column = item % (SLICE / 4) * 4;
-            const i64 t = min(first + chunk * CHUNK + token, end - 1);  // behind the end: any number, T is 0 there
-            async_copy16(&stage.values[token][column], own_values + t * token_size + column);
+        constexpr int step = THREADS / (SLICE / 4);  // tokens at once
+        const int own = threadIdx.x / (SLICE / 4), column = threadIdx.x % (SLICE / 4) * 4;
+#pragma unroll
+        for (int i = 0; i < CHUNK; i += step) {
+            const i64 t = min(first + chunk * CHUNK + own + i, end - 1);  // behind the end: any number, T is 0 there
+            async_copy16(&stage.values[own + i][column], own_values + t * token_size + column);
         }
         async_commit();
     };
@@ -286,6 +289,24 @@ KERNEL(THREADS) gated_delta_rule_chunks(
 #pragma unroll
         for (int slot = 0; slot < TILE_ROWS; slot++) inverse[slot] *= 1 / SCALE;
 
+        // S = e^G_last S + N^T (e^(G_last - G) K)
+        const float left = stage.gates[0][CHUNK - 1];
+#pragma unroll
+        for (int kt = 0; kt < OWN_TILES; kt++) {
+            FragC sum;
+            tile_zero(sum);
+#pragma unroll
+            for (int j = 0; j < TOKEN_TILES; j++) {
+                const int k = k0 + kt * 16;
+                add_product_rows(sum, lasting[j], &stage.keys[0][j * 16][k], &stage.keys[1][j * 16][k], KEY_LD);
+            }
+#pragma unroll
+            for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+                s[kt].x[i] = s[kt].x[i] * left + sum.x[i] * inverse[tile_c_slot(i)];
+            }
+            tile_settle(s[kt]);
+        }
+
         // out = e^G Q S^T / sqrt(HEAD_DIM) + P N
 #pragma unroll
         for (int n = 0; n < OWN_TOKENS; n++) {
@@ -307,24 +328,6 @@ KERNEL(THREADS) gated_delta_rule_chunks(
                         before + sum.x[i] * inverse[tile_c_slot(i)];
                 }
             }
-        }
-
-        // S = e^G_last S + N^T (e^(G_last - G) K)
-        const float left = stage.gates[0][CHUNK - 1];
-#pragma unroll
-        for (int kt = 0; kt < OWN_TILES; kt++) {
-            FragC sum;
-            tile_zero(sum);
-#pragma unroll
-            for (int j = 0; j < TOKEN_TILES; j++) {
-                const int k = k0 + kt * 16;
-                add_product_rows(sum, lasting[j], &stage.keys[0][j * 16][k], &stage.keys[1][j * 16][k], KEY_LD);
-            }
-#pragma unroll
-            for (int i = 0; i < TILE_C_ELEMENTS; i++) {
-                s[kt].x[i] = s[kt].x[i] * left + sum.x[i] * inverse[tile_c_slot(i)];
-            }
-            tile_settle(s[kt]);
         }
         if (STAGES == 1) {
             BARRIER();

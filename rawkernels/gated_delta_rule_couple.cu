@@ -33,6 +33,8 @@ struct alignas(8) u32x2 {
 #define FOURS (HEAD_DIM / 4)  // pieces of a row
 #define ROWS_AT_ONCE (COUPLE_THREADS / FOURS < CHUNK ? COUPLE_THREADS / FOURS : CHUNK)  // by all threads
 #define ROW_ITEMS ((CHUNK + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
+// Whether all threads have ROW_ITEMS pieces.
+#define EVEN (ROWS_AT_ONCE * FOURS == COUPLE_THREADS && CHUNK % ROWS_AT_ONCE == 0)
 
 // A thread's part of CHUNK rows of q or k; rows from `count` on are 0.
 DEVICE void load_rows(const float* RESTRICT rows, i64 row_size, i32 count, f32x4 (&x)[ROW_ITEMS]) {
@@ -41,7 +43,7 @@ DEVICE void load_rows(const float* RESTRICT rows, i64 row_size, i32 count, f32x4
 #pragma unroll
     for (int i = 0; i < ROW_ITEMS; i++) {
         x[i] = f32x4{0, 0, 0, 0};
-        if (row < ROWS_AT_ONCE && row + i * ROWS_AT_ONCE < count) x[i] = load16<f32x4>(source);
+        if ((EVEN || row < ROWS_AT_ONCE) && row + i * ROWS_AT_ONCE < count) x[i] = load16<f32x4>(source);
         source += ROWS_AT_ONCE * row_size;
     }
 }
@@ -51,7 +53,7 @@ DEVICE void take_apart(const f32x4 (&x)[ROW_ITEMS], f16* shared, f16* global) {
 #pragma unroll
     for (int i = 0; i < ROW_ITEMS; i++) {
         const int row = own_row + i * ROWS_AT_ONCE;
-        if (own_row >= ROWS_AT_ONCE || row >= CHUNK) continue;
+        if (!EVEN && (own_row >= ROWS_AT_ONCE || row >= CHUNK)) continue;
         const Pair left = split(x[i].x * SCALE, x[i].y * SCALE), right = split(x[i].z * SCALE, x[i].w * SCALE);
         const u32x2 high = {left.high, right.high}, low = {left.low, right.low};
         *reinterpret_cast<u32x2*>(shared + row * KEY_LD + column) = high;

@@ -81,7 +81,7 @@ def plan_causal_conv1d(
     vector = 4 if not any(n % 4 for n in _extents(x, channels, state)) and num_taps <= MAX_SHARED_TAPS else 1
     fused = norm is not None and vector > 1 and norm.head_dim in (32, 64, 128)
     tokens = 1 if num_tokens <= FEW_TOKENS or num_taps > MAX_SHARED_TAPS else 8
-    threads = 64 if num_tokens <= FEW_TOKENS else 256
+    threads = 64 if num_tokens <= FEW_TOKENS else 128
     eps, normed = (norm.eps, norm.num_heads * norm.head_dim) if norm is not None and fused else (0.0, 0)
     sizes = (x.start, x.row_size, channels, normed, num_tokens)
     places = (state.shape.row_size, state.window_start, len(state.shape.layers), state.index)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens that the reference takes at once
 FEW = 8  # tokens of a sequence up to which the reference takes one after the other
-TOKEN_BY_TOKEN = 16  # tokens of a sequence up to which kernels do so
+TOKEN_BY_TOKEN = 20  # tokens of a sequence up to which kernels do so
 DEVICE_CHUNK = 32  # tokens that kernels take at once
 SLICE, CHUNK_WARPS = 32, 4  # rows of a matrix, and warps, of a block of gated_delta_rule_chunks
 COUPLE_THREADS = 256

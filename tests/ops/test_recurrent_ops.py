@@ -202,6 +202,8 @@ def rule_scratch(sequences: Sequences, heads: DeltaHeads) -> Any:
 def run_rule(device: Device, sequences: Sequences, parts: dict[str, np.ndarray], heads: DeltaHeads, **inputs: Any):
     out = device.empty((sequences.num_tokens, heads.v_size), np.float32)
     (state,) = sequences.cache.layers
+    for own in sequences.states:
+        sequences.cache.before_write(own.row ^ 1)  # as the executor does: a checkpoint may still be read
     gated_delta_rule(
         device,
         on_device(device, parts["qkv"]),
@@ -354,6 +356,23 @@ def test_a_state_that_is_not_the_sequences_own_is_reported(
     marks = device.download(sequences.cache.rows.marks)[:, 0].tolist()
     assert marks[1] == [1, 2]  # the other sequence went on
     assert marks[row ^ 1] == [0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_an_emptied_ubatch_leaves_states_alone(device: Device, count: int) -> None:
+    """What `copy_inputs` makes of a ubatch whose inputs were overwritten: zeros everywhere."""
+    heads = HEADS[0]
+    shape = RecurrentShape((5,), 4, heads.num_channels, heads.num_v_heads, heads.head_dim)
+    sequences = Sequences(device, shape, [count, count])
+    rows = sequences.cache.rows
+    before = [device.download(array).copy() for array in (rows.values, rows.marks)]
+    fields = ("positions", "cu_seqlens", "token_seq", "seq_ids", "state_rows", "state_epochs")
+    empty = {name: np.zeros(2 * count + 2 if name in fields[:3] else 2, np.int32) for name in fields}
+    empty["cu_seqlens"] = empty["cu_seqlens"][:3]
+    run_rule(device, sequences, rule_inputs(2 * count, heads, 1), heads, **empty)
+    assert not sequences.faults()
+    for array, expected in zip((rows.values, rows.marks), before, strict=True):
+        assert device.download(array).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("size", SIZES)
