@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllm.device import Device
+from pyllm.device import Device, Event
 from pyllm.device.arena import POISON
 from pyllm.kv_types import KVType
 from pyllm.ops.clear_tags import clear_tags
@@ -95,6 +95,7 @@ class KVCache:
     Attributes:
         k, v: [num_layers, num_rows, row size], storage type of the rows; tags: [num_layers, num_rows] uint32.
         quarantined: pages that are never handed out again.
+        last_copy: event behind the last copy of a page to another, whose rows count as clean before it has run.
         before_removal: called with each sequence that is about to give rows up (diagnostics).
     """
 
@@ -128,6 +129,7 @@ class KVCache:
             for layer in range(num_layers)
         ]
         self.quarantined: set[int] = set()
+        self.last_copy: Event | None = None
         self.before_removal: Callable[[SequenceKV], None] | None = None
         self._free = deque(range(num_pages) if page_order is None else page_order)
         self._references = [0] * num_pages
@@ -350,4 +352,5 @@ class KVCache:
                 source_epoch,
                 epoch,
             )
+        self.last_copy = self.device.record()
         return target, epoch

@@ -39,8 +39,11 @@ class PageCopies:
         self.rows_bytes = self._parts[2][2]
 
     def save(self, page: int, num_rows: int, block: Block) -> Event:
-        """Queue a copy of a page's first rows, and their tags, which were read clean: nothing queued writes them."""
+        """Queue a copy of a page's first rows, and their tags, which were read clean: nothing queued writes them, but
+        for copies of pages that sequences part on."""
         copies, rows = self._cache.device.copies, self._rows(page, num_rows)
+        if self._cache.last_copy is not None and not self._cache.last_copy.query():
+            copies.wait(self._cache.last_copy)
         for array, part in zip(self._arrays, self._views(block.memory), strict=True):
             copies.copy(array[:, rows], part[:, :num_rows])
         done = copies.record()

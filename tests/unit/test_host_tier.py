@@ -132,6 +132,25 @@ def test_pages_stay_where_they_are_until_their_copy_has_run(world: World) -> Non
     assert world.cache.num_free_pages == PAGES
 
 
+def test_a_page_that_is_still_being_copied_on_the_device_is_saved_whole(world: World) -> None:
+    """Its sequence parted from another inside a page and ended at once, with the copy still queued."""
+    first = list(range(1, 15))
+    world.run(first)
+    gate = world.device.gate()
+    known = world.index.take(first[:10])
+    assert known is not None
+    seq = known.seq
+    assert world.cache.extend(seq, 1)  # the page is copied, behind the gate
+    world.index.clear()
+    world.index.keep(first[:10], seq)
+    world.cache.release(seq)
+    for node in world.index._tree.by_age():
+        world.index._copy(node)
+    gate.open()
+    copies = [node.host for node in world.index._tree.nodes() if node.host is not None]
+    assert len(copies) == 3 and all(map(world.tier.is_sound, copies))
+
+
 def test_a_copy_that_was_damaged_is_not_used(world: World) -> None:
     first = list(range(1, 31))
     world.run(first)
