@@ -146,6 +146,7 @@ def test_a_page_that_is_still_being_copied_on_the_device_is_saved_whole(world: W
     world.cache.release(seq)
     for node in world.index._tree.by_age():
         world.index._copy(node)
+    assert not world.device.copies.record()._reached.wait(0.3)  # they wait for the copy on the device
     gate.open()
     copies = [node.host for node in world.index._tree.nodes() if node.host is not None]
     assert len(copies) == 3 and all(map(world.tier.is_sound, copies))
