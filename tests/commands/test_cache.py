@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllm.commands import main
+from pyllm.commands.options import byte_size
 from pyllm.conversation import Conversation
 from pyllm.prompt_cache.folder import session_path
 from tests.engine import greedy, open_engine, tokens
@@ -83,3 +84,22 @@ def test_prune(pyllm: Run) -> None:
     assert not session_path("a").exists() and session_path("c").exists()
     assert "beyond --max-size" in pyllm("prune", "--max-size", "10").stderr
     assert not session_path("c").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("800", 800), ("4k", 4096), ("1.5M", 3 << 19), ("2G", 2 << 30), ("1TiB", 1 << 40)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert byte_size(None, None, text) == size  # type: ignore[arg-type]
+    assert byte_size(None, None, None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1x", "1e9", "0x10", "9" * 30, "1.5.2G"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    result = CliRunner().invoke(main, ["cache", "prune", "--max-size", text])
+    assert result.exit_code == 2 and "is not a size, such as 800M or 4G" in result.stderr
+
+
+def test_a_disk_budget_needs_a_folder() -> None:
+    result = CliRunner().invoke(main, ["chat", str(model_path("llama-a-f32")), "--cache-disk", "1G"], input="x")
+    assert result.exit_code == 2 and "--cache-disk needs --cache-dir" in result.stderr
