@@ -2,40 +2,65 @@
 //
 // Shapes    x [T,K] f16 or f32; w0, w1, w2 [n0|n1|n2, row_bytes] packed: up to three matrices, their products side by side
 //           in out [T,N] f32 or f16; norm [K], bias [N] f32
-// Launch    grid (sum of ceil(n / 16), ceil(T / TOKENS)), block (THREADS): a block computes 16 rows for TOKENS tokens
-//           GATE: grid (ceil(n0 / 16), ...): half of the warps work on w0, half on w1
-// Shared    dynamic. STAGES > 0: WARPS * STAGES * 16 * PITCH bytes of packed rows, later the partial sums of the warps, at
-//           least WARPS * 16 * max(TOKENS, 16) floats; NORM: behind them T * K f16
+// Launch    grid (ceil(columns of 16 of out / RESULTS), ceil(T / TOKENS)), block (THREADS): a block computes RESULTS times 16
+//           columns for TOKENS tokens, each from 16 rows; GATE: from 16 rows of w0 and 16 of w1. The same number of warps works
+//           on each 16 rows
+// Shared    dynamic. STAGES > 0: WARPS * STAGES * 16 * PITCH bytes of packed rows, and X_STAGES > 0: x, behind them; later the
+//           partial sums of the warps, at least WARPS * 16 * max(TOKENS, 16) floats; NORM: behind them T * K f16
 // Sync      each warp works alone on its units of k: it keeps STAGES of them coming by asynchronous copies, waits for the
 //           oldest, multiplies, and starts the next copy behind a warp barrier. NORM: x is normalised into shared memory
-//           while the first copies run, barrier. Sums: barrier, to shared memory, barrier, added up in the order of warps
-// Numerics  x (saturated at 65504) and weights in f16 (Q4_K and Q5_K for up to 8 tokens: exact), sums in f32. NORM: x * rsqrt(mean x^2 + eps) * norm in f32 first
+//           while the first copies run, barrier. X_STAGES 1: all warps bring x, barrier. X_STAGES > 1: the warps go through k in
+//           step: at a barrier a step's rows and x are there, and what the step before it used is free. Sums: barrier, to
+//           shared memory, barrier, added up in the order of warps
+// Numerics  x (saturated at 65504) and weights in f16 (Q4_K and Q5_K for up to 8 tokens: exact), sums in f32. NORM: x *
+//           rsqrt(mean x^2 + eps) * norm in f32 first
 // Defines   QTYPE; TOKENS 2, 8, 16 or 32; X_F16; NORM (TOKENS 2 only)
-//           OUTPUT 0 f32, 1 f16, 2 added to f32; GATE 0, 1: silu(w0 x) * (w1 x), 2: gelu; BIAS; THREADS
+//           OUTPUT 0 f32, 1 f16, 2 added to f32; GATE 0, 1: silu(w0 x) * (w1 x), 2: gelu; BIAS; RESULTS; THREADS
 //           UNIT_K k that a warp works on at a time, UNIT_BYTES their bytes in a row; STAGES 0: rows are read in place
+//           X_STAGES 0: warps read x where it lies; on NVIDIA also 1, or 2 and more, as many as STAGES
 //           ALIGNED: units begin at multiples of 16 bytes; FULL: K is a multiple of UNIT_K
-// Compile   QTYPE=12 TOKENS=2 NORM=1 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 THREADS=128 UNIT_K=256 UNIT_BYTES=144 STAGES=2
-//           ALIGNED=1 FULL=1;
-//           QTYPE=12 TOKENS=2 NORM=1 X_F16=0 OUTPUT=1 GATE=1,2 BIAS=0 THREADS=128 UNIT_K=256 UNIT_BYTES=144 STAGES=2
-//           ALIGNED=1 FULL=1;
-//           QTYPE=12 TOKENS=2,8,16,32 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=128 UNIT_K=256 UNIT_BYTES=144
-//           STAGES=2 ALIGNED=1 FULL=1;
-//           QTYPE=14 TOKENS=8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=128 UNIT_K=256 UNIT_BYTES=210 STAGES=2
-//           ALIGNED=0 FULL=1;
-//           QTYPE=3 TOKENS=2,8 NORM=0 X_F16=1 OUTPUT=0 GATE=0 BIAS=1 THREADS=128 UNIT_K=64 UNIT_BYTES=40 STAGES=2
-//           ALIGNED=0 FULL=0;
-//           QTYPE=8 TOKENS=2,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=128 UNIT_K=256 UNIT_BYTES=272 STAGES=2
-//           ALIGNED=1 FULL=1;
-//           QTYPE=0,1,30 TOKENS=8 NORM=0 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 THREADS=128 UNIT_K=32 UNIT_BYTES=64 STAGES=0
-//           ALIGNED=1 FULL=0
-#define KERNEL_MIN_BLOCKS 2
+// SharedLimit   sm_90=232448 sm_80=166912
+// Compile   QTYPE=12 TOKENS=2 NORM=1 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=256
+//           UNIT_BYTES=144 STAGES=2 ALIGNED=1 FULL=1;
+//           QTYPE=12 TOKENS=2 NORM=1 X_F16=0 OUTPUT=1 GATE=1,2 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=256
+//           UNIT_BYTES=144 STAGES=2 ALIGNED=1 FULL=1;
+//           QTYPE=12 TOKENS=2,8,16,32 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=256
+//           UNIT_BYTES=144 STAGES=2 ALIGNED=1 FULL=1;
+//           QTYPE=14 TOKENS=8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=256
+//           UNIT_BYTES=210 STAGES=2 ALIGNED=0 FULL=1;
+//           QTYPE=3 TOKENS=2,8 NORM=0 X_F16=1 OUTPUT=0 GATE=0 BIAS=1 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=64
+//           UNIT_BYTES=40 STAGES=2 ALIGNED=0 FULL=0;
+//           QTYPE=8 TOKENS=2,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=256
+//           UNIT_BYTES=272 STAGES=2 ALIGNED=1 FULL=1;
+//           QTYPE=12 TOKENS=16 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=7 X_STAGES=1 THREADS=448 UNIT_K=256
+//           UNIT_BYTES=144 STAGES=2 ALIGNED=1 FULL=1 @sm_80 @sm_90;
+//           QTYPE=12 TOKENS=32 NORM=0 X_F16=0,1 OUTPUT=1 GATE=1 BIAS=0 RESULTS=4 X_STAGES=2 THREADS=512 UNIT_K=256
+//           UNIT_BYTES=144 STAGES=2 ALIGNED=1 FULL=1 @sm_80 @sm_90;
+//           QTYPE=13 TOKENS=32 NORM=0 X_F16=1 OUTPUT=0 GATE=0 BIAS=1 RESULTS=7 X_STAGES=2 THREADS=448 UNIT_K=256
+//           UNIT_BYTES=176 STAGES=2 ALIGNED=1 FULL=1 @sm_80 @sm_90;
+//           QTYPE=14 TOKENS=32 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=7 X_STAGES=2 THREADS=448 UNIT_K=256
+//           UNIT_BYTES=210 STAGES=2 ALIGNED=0 FULL=1 @sm_80 @sm_90;
+//           QTYPE=23 TOKENS=16 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=7 X_STAGES=1 THREADS=448 UNIT_K=256
+//           UNIT_BYTES=136 STAGES=2 ALIGNED=0 FULL=1 @sm_80 @sm_90;
+//           QTYPE=8 TOKENS=32 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 RESULTS=7 X_STAGES=2 THREADS=448 UNIT_K=256
+//           UNIT_BYTES=272 STAGES=2 ALIGNED=1 FULL=1 @sm_80 @sm_90;
+//           QTYPE=0,1,30 TOKENS=8 NORM=0 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=32
+//           UNIT_BYTES=64 STAGES=0 ALIGNED=1 FULL=0
+#define KERNEL_MIN_BLOCKS (THREADS <= 256 ? 2 : 1)
 #include "common/direct.cuh"
 #include "common/gates.cuh"
+#include "common/thin.cuh"
 #include "quants/slab.cuh"
+#include "quants/split.cuh"
+#if X_STAGES && (QTYPE == 2 || QTYPE == 8 || QTYPE == 14 || QTYPE == 20 || QTYPE == 23)
+#include "quants/whole.cuh"
+#define WHOLE 1  // a lane's eight weights are two times four
+#else
+#define WHOLE 0
+#endif
 
 #define WARPS (THREADS / WARP_SIZE)
-#define PARTS (GATE ? 2 : 1)        // matrices at a time
-#define WORKERS (WARPS / PARTS)     // warps that share the k of a matrix
+#define WORKERS (WARPS / (PARTS * RESULTS))  // warps that share the k of a tile
 #define COLUMNS (TOKENS < 16 ? 16 : TOKENS)
 #define TILES (COLUMNS / 16)
 #define NARROW (TOKENS <= 8)
@@ -43,17 +68,33 @@
 #define SLABS (UNIT_K / 32)
 // Few tokens: the products of a slab are scaled, not its weights, which costs less and rounds no weight.
 #define SCALED (SLAB_SCALED && NARROW && UNIT_K == 256)
+// Many: lanes that share a row compute its scales together.
+#if defined(TILE_MMA) && SPLIT_SCALES && (WHOLE || QTYPE == 12 || QTYPE == 13) && !NARROW && UNIT_K == 256
+#define SPLIT 1
+#else
+#define SPLIT 0
+#endif
 // Bytes of a row that a unit touches, in 16-byte pieces; rows in shared memory lie so that lanes meet few bank conflicts.
 #define PIECES ((UNIT_BYTES + (ALIGNED ? 0 : 15) + 15) / 16)
-#define PITCH (PIECES * 16 + ((32 + 128 - PIECES * 16 % 128) % 128 < (96 + 128 - PIECES * 16 % 128) % 128 \
+#define COPIES ((16 * PIECES + WARP_SIZE - 1) / WARP_SIZE)
+#define PITCH (WHOLE ? (PIECES | 1) * 16 : RUN_PITCH)  // where words are read, and where pairs of them are
+#define RUN_PITCH (PIECES * 16 + ((32 + 128 - PIECES * 16 % 128) % 128 < (96 + 128 - PIECES * 16 % 128) % 128 \
                                   ? (32 + 128 - PIECES * 16 % 128) % 128                                   \
                                   : (96 + 128 - PIECES * 16 % 128) % 128))
-
 #define STAGE_BYTES (WARPS * STAGES * 16 * PITCH)
+// X_STAGES: x goes through shared memory for all warps, as a whole (1) or in pieces of k; rows lie so that lanes meet no bank
+// conflicts.
+#define X_PIECES (X_STAGES > 1)
+#define STEP_K (WORKERS * UNIT_K)
+#define X_PAD (WHOLE ? 16 : 32)  // f16
+#define X_PITCH (STEP_K + X_PAD)
+#define X_STAGE (TOKENS * X_PITCH)
 #define PARTIAL_BYTES (WARPS * COLUMNS * 16 * 4)
 #define SUMS_BYTES (STAGE_BYTES > PARTIAL_BYTES ? STAGE_BYTES : PARTIAL_BYTES)
 
-#if X_F16 || NORM
+constexpr int SLABS_AT_ONCE = SCALED ? SLABS : DIRECT_SLABS;
+
+#if X_F16 || NORM || X_STAGES
 typedef f16 run_t;
 #else
 typedef float run_t;
@@ -78,15 +119,28 @@ DEVICE void load_run(const float* source, u32 (&run)[4]) {
     run[2] = h2_pack_saturated(b.x, b.y), run[3] = h2_pack_saturated(b.z, b.w);
 }
 
-DEVICE void put(void* out, i64 index, float value) {
-#if OUTPUT == 0
-    static_cast<float*>(out)[index] = value;
-#elif OUTPUT == 1
-    static_cast<f16*>(out)[index] = to_f16_saturated(value);
+#if X_STAGES
+// Start bringing the x of one step; runs past the end of K, and tokens that do not exist, are left out.
+DEVICE void fetch_x(f16* stage, i32 pitch, const x_t* x, i32 first_k, i32 tokens, i32 K) {
+    const i32 count = X_PIECES ? STEP_K : K;
+    for (i32 token = WARP_ID(); token < tokens; token += WARPS) {
+        const x_t* const source = x + static_cast<i64>(token) * K + first_k;
+        f16* const target = stage + token * pitch;
+#pragma unroll
+        for (i32 first = 0; first < count; first += 8 * WARP_SIZE) {
+            const i32 k = first + 8 * LANE();
+            if (k >= count || (X_PIECES && first_k + k >= K)) continue;
+#if X_F16
+            async_copy16(target + k, source + k);
 #else
-    static_cast<float*>(out)[index] += value;
+            u32 run[4];
+            load_run(source + k, run);
+            store16(target + k, u32x4{run[0], run[1], run[2], run[3]});
 #endif
+        }
+    }
 }
+#endif
 
 #if NORM
 // Normalised rows of x, as f16, in shared memory.
@@ -125,20 +179,7 @@ DEVICE void normalise(const float* RESTRICT x, const float* RESTRICT norm, float
 }
 #endif
 
-// The rows of a block's tile, one matrix.
-struct Rows {
-    const u8* first;
-    i32 count;  // rows that exist; those past the end are computed with the last row's weights, and not stored
-    i64 row_bytes;
-};
-
-DEVICE const u8* row_of(const Rows& rows, i32 r) {
-    return rows.first + (r < rows.count ? r : rows.count - 1) * rows.row_bytes;
-}
-
 #if STAGES
-#define COPIES ((16 * PIECES + WARP_SIZE - 1) / WARP_SIZE)
-
 // Where a lane's pieces of a unit come from and go to: the same for all units, up to the unit's offset.
 struct Copies {
     const u8* row[COPIES];
@@ -146,13 +187,13 @@ struct Copies {
     i32 target[COPIES];
 };
 
-DEVICE void plan_copies(Copies& copies, const Rows& rows) {
+DEVICE void plan_copies(Copies& copies, const Rows& rows, i64 row_bytes) {
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
         const i32 index = i * WARP_SIZE + LANE();
         const i32 r = index / PIECES;
         copies.piece[i] = 16 * (index % PIECES);
-        copies.row[i] = row_of(rows, r);
+        copies.row[i] = row_of(rows, r, row_bytes);
         copies.target[i] = r < 16 ? r * PITCH + copies.piece[i] : -1;
     }
 }
@@ -168,6 +209,12 @@ DEVICE void fetch(u8* stage, const Copies& copies, i64 offset, i32 bytes) {
         if ((last ? copies.target[i] < 0 : false) || (!whole && source >= begin + bytes)) continue;
         async_copy16(stage + copies.target[i], reinterpret_cast<const void*>(source));
     }
+}
+
+DEVICE void fetch_unit(u8* stage, const Copies& copies, i32 unit, i32 K) {
+    const i32 left = K - unit * UNIT_K;
+    if (left <= 0) return;
+    fetch(stage, copies, static_cast<i64>(unit) * UNIT_BYTES, left >= UNIT_K ? UNIT_BYTES : left / 32 * (UNIT_BYTES / SLABS));
 }
 #endif
 
@@ -190,13 +237,20 @@ DEVICE void load_weights(Direct& weights, const u8* const (&packed)[DIRECT_ROWS]
     }
 }
 
-DEVICE void load_activations(Direct& activations, const run_t* const (&row)[X_ROWS], i32 first_k, i32 K) {
+// `row` is where the unit that begins at k0 begins; k past the end read the row's first, whose factors are zero.
+DEVICE void load_activations(Direct& activations, const run_t* const (&row)[X_ROWS], i32 k0, int slab, i32 K) {
 #pragma unroll
     for (int i = 0; i < X_ROWS; i++) {
 #pragma unroll
         for (int j = 0; j < DIRECT_RUNS; j++) {
-            const i32 k = first_k + 8 * direct_run(j);
-            load_run(row[i] + (FULL || k < K ? k : 0), activations.run[i][j]);
+#if WHOLE
+            const u32* const four = reinterpret_cast<const u32*>(row[i] + 32 * slab + 4 * direct_run(j));
+            u32(&run)[4] = activations.run[i][j];
+            run[0] = four[0], run[1] = four[1], run[2] = four[8], run[3] = four[9];
+#else
+            const i32 k = 32 * slab + 8 * direct_run(j);
+            load_run(row[i] + (FULL || X_PIECES || k0 + k < K ? k : -k0), activations.run[i][j]);
+#endif
         }
     }
 }
@@ -206,42 +260,50 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
                              i64 row_bytes, float eps, i32 n0, i32 n1, i32 n2, i32 T, i32 N, i32 K) {
     DYNAMIC_SHARED(u8, memory);
     const i32 worker = WARP_ID() % WORKERS;
-    const i32 part = WARP_ID() / WORKERS;
 
-    // The 16 rows of this block, or of this half of its warps.
-    const u8* matrix = GATE && part ? w1 : w0;
-    i32 tile = blockIdx.x;
-    i32 n = n0;
-    i32 column = 0;
-    if (!GATE) {
-        if (tile >= (n0 + 15) / 16) {
-            tile -= (n0 + 15) / 16;
-            matrix = w1, n = n1, column = n0;
-            if (tile >= (n1 + 15) / 16) {
-                tile -= (n1 + 15) / 16;
-                matrix = w2, n = n2, column = n0 + n1;
-            }
-        }
-    }
-    const Rows rows = {matrix + 16 * tile * row_bytes, n - 16 * tile < 16 ? n - 16 * tile : 16, row_bytes};
+    // The 16 rows of this warp; past the last tile once more those of that one.
+    const Matrices all = {w0, w1, w2, row_bytes, n0, n1, n2};
+    const i32 part = WARP_ID() / WORKERS;
+    const i32 result = blockIdx.x * RESULTS + part / PARTS;
+    const i32 last_result = results_of(all) - 1;
+    const Rows rows = rows_of(all, (result < last_result ? result : last_result) * PARTS + part % PARTS);
     const i32 units = (K + UNIT_K - 1) / UNIT_K;
 #if STAGES
     u8* const stages = memory + WARP_ID() * STAGES * 16 * PITCH;
     Copies copies;
-    plan_copies(copies, rows);
+    plan_copies(copies, rows, row_bytes);
+#endif
+    // Weights come before the wait for earlier kernels.
+#if X_PIECES
+#pragma unroll
+    for (int s = 0; s < X_STAGES - 1; s++) fetch_unit(stages + s * 16 * PITCH, copies, worker + s * WORKERS, K);
+#elif STAGES
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-        const i32 unit = worker + s * WORKERS;
-        const i32 left = K - unit * UNIT_K;
-        if (left > 0) {
-            fetch(stages + s * 16 * PITCH, copies, static_cast<i64>(unit) * UNIT_BYTES,
-                  left >= UNIT_K ? UNIT_BYTES : left / 32 * (UNIT_BYTES / SLABS));
-        }
+        fetch_unit(stages + s * 16 * PITCH, copies, worker + s * WORKERS, K);
         async_commit();
     }
 #endif
     GRID_DEPENDENCY();
     const i32 first_token = blockIdx.y * TOKENS;
+#if X_STAGES
+    const i32 tokens = T - first_token < TOKENS ? T - first_token : TOKENS;
+    f16* const x_stages = reinterpret_cast<f16*>(memory + STAGE_BYTES);
+    const i32 x_pitch = X_PIECES ? X_PITCH : K + X_PAD;
+#endif
+#if X_PIECES
+    const i32 steps = (units + WORKERS - 1) / WORKERS;
+#pragma unroll
+    for (int s = 0; s < X_STAGES - 1; s++) {
+        fetch_x(x_stages + s * X_STAGE, x_pitch, x + static_cast<i64>(first_token) * K, s * STEP_K, tokens, K);
+        async_commit();
+    }
+#elif X_STAGES
+    fetch_x(x_stages, x_pitch, x + static_cast<i64>(first_token) * K, 0, tokens, K);
+    async_commit();
+    async_wait<0>();
+    BARRIER();
+#endif
 #if NORM
     f16* const source = reinterpret_cast<f16*>(memory + SUMS_BYTES);
     normalise(x, norm, eps, T, K, source);
@@ -256,7 +318,12 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
 #pragma unroll
         for (int i = 0; i < X_ROWS; i++) {
             const i32 token = 16 * t + direct_row(i);
-            token_row[t][i] = source + static_cast<i64>(first_token + token < T ? token : T - 1 - first_token) * K;
+#if X_STAGES
+            token_row[t][i] = x_stages + token * x_pitch + worker * UNIT_K;
+#else
+            token_row[t][i] =
+                source + (static_cast<i64>(first_token + token < T ? token : T - 1 - first_token) * K + worker * UNIT_K);
+#endif
         }
     }
     FragC sum[TILES];
@@ -270,36 +337,90 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
     }
 #endif
     i32 stage = 0;
+    const u8* weight_row[DIRECT_ROWS];
+#pragma unroll
+    for (int i = 0; i < DIRECT_ROWS; i++) {
+        weight_row[i] = row_of(rows, direct_row(i), row_bytes) + static_cast<i64>(worker) * UNIT_BYTES;
+    }
+#if X_PIECES
+    for (i32 step = 0; step < steps; step++) {
+        const i32 unit = worker + step * WORKERS;
+        async_wait<X_STAGES - 2>();
+        BARRIER();  // this step's x is there, and nobody needs the one before any more
+        const i32 ahead = step + X_STAGES - 1;
+        const i32 free = stage == 0 ? X_STAGES - 1 : stage - 1;
+        if (ahead < steps) {
+            fetch_unit(stages + free * 16 * PITCH, copies, worker + ahead * WORKERS, K);
+            fetch_x(x_stages + free * X_STAGE, x_pitch, source, ahead * STEP_K, tokens, K);
+        }
+        async_commit();
+        const i32 own_stage = stage;
+        stage = stage + 1 == X_STAGES ? 0 : stage + 1;
+        if (unit >= units) continue;
+#else
     for (i32 unit = worker; unit < units; unit += WORKERS) {
+        const i32 own_stage = stage;
+#endif
         const i32 k0 = unit * UNIT_K;
         const u8* packed[DIRECT_ROWS];
 #pragma unroll
         for (int i = 0; i < DIRECT_ROWS; i++) {
-            packed[i] = row_of(rows, direct_row(i)) + static_cast<i64>(unit) * UNIT_BYTES;
+            packed[i] = weight_row[i];
+            weight_row[i] += WORKERS * UNIT_BYTES;
 #if STAGES
             const i32 shift = ALIGNED ? 0 : static_cast<i32>(reinterpret_cast<u64>(packed[i]) % 16);
-            packed[i] = stages + (stage * 16 + direct_row(i)) * PITCH + shift;
+            packed[i] = stages + (own_stage * 16 + direct_row(i)) * PITCH + shift;
 #endif
         }
-#if STAGES
+#if STAGES && !X_PIECES
         async_wait<STAGES - 1>();
         WARP_BARRIER();
+#endif
+#if WHOLE
+        WholeRow whole[DIRECT_ROWS];
+#pragma unroll
+        for (int i = 0; i < DIRECT_ROWS; i++) whole[i] = whole_row(packed[i], direct_run(0));
+#endif
+#if SPLIT
+        u32 own_scales[DIRECT_ROWS][2];
+#pragma unroll
+        for (int i = 0; i < DIRECT_ROWS; i++) split_scales(packed[i], direct_run(0), own_scales[i]);
 #endif
 #if SCALED
         SlabHead head[DIRECT_ROWS];
 #pragma unroll
         for (int i = 0; i < DIRECT_ROWS; i++) head[i] = slab_head(packed[i], 0);
 #endif
-#pragma unroll
+#pragma unroll SLABS_AT_ONCE
         for (int slab = 0; slab < SLABS; slab++) {
             const i32 first_k = k0 + 32 * slab;
             if (!FULL && first_k >= K) break;
             Direct weights;
+#if WHOLE || SPLIT
+#pragma unroll
+            for (int i = 0; i < DIRECT_ROWS; i++) {
+#if SPLIT && WHOLE
+                whole_halves_of(whole[i], slab, split_scale(own_scales[i], slab), weights.run[i][0]);
+#elif SPLIT
+                split_halves_of(packed[i], slab, direct_run(0), split_scale(own_scales[i], slab), weights.run[i][0]);
+#else
+                whole_halves_of(whole[i], slab, weights.run[i][0]);
+#endif
+            }
+#else
             load_weights(weights, packed, slab, first_k, K);
+#endif
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 Direct activations;
-                load_activations(activations, token_row[t], first_k, K);
+#if X_PIECES
+                const run_t* rows_of_x[X_ROWS];
+#pragma unroll
+                for (int i = 0; i < X_ROWS; i++) rows_of_x[i] = token_row[t][i] + own_stage * X_STAGE;
+                load_activations(activations, rows_of_x, k0, slab, K);
+#else
+                load_activations(activations, token_row[t], k0, slab, K);
+#endif
 #if SCALED
                 // The products of whole numbers, scaled; and the sums of the activations, for the minima.
                 FragC part, total;
@@ -324,16 +445,18 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
 #endif
             }
         }
-#if STAGES
+#if STAGES && !X_PIECES
         WARP_BARRIER();  // all lanes have read the stage
-        const i32 next = unit + STAGES * WORKERS;
-        const i32 left = K - next * UNIT_K;
-        if (left > 0) {
-            fetch(stages + stage * 16 * PITCH, copies, static_cast<i64>(next) * UNIT_BYTES,
-                  left >= UNIT_K ? UNIT_BYTES : left / 32 * (UNIT_BYTES / SLABS));
-        }
+        fetch_unit(stages + stage * 16 * PITCH, copies, unit + STAGES * WORKERS, K);
         async_commit();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+#endif
+#if !X_PIECES
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int i = 0; i < X_ROWS; i++) token_row[t][i] += WORKERS * UNIT_K;
+        }
 #endif
     }
     BARRIER();  // nobody needs the packed rows any more
@@ -346,23 +469,29 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
         }
     }
     BARRIER();
-    for (i32 i = threadIdx.x; i < TOKENS * 16; i += THREADS) {
-        const i32 token = first_token + i / 16;
+    const i32 first_result = blockIdx.x * RESULTS;
+    for (i32 i = threadIdx.x; i < RESULTS * TOKENS * 16; i += THREADS) {
+        const i32 result = i / (TOKENS * 16);
+        if (first_result + result > last_result) break;  // no such tile
+        const i32 token = i / 16 % TOKENS;
         const i32 r = i % 16;
-        if (token >= T || r >= rows.count) continue;
+        const Rows of_result = rows_of(all, (first_result + result) * PARTS);
+        if (first_token + token >= T || r >= of_result.count) continue;
         float total[2] = {0, 0};
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
 #pragma unroll
-            for (int w = 0; w < WORKERS; w++) total[p] += sums[(p * WORKERS + w) * COLUMNS * 16 + i];
+            for (int w = 0; w < WORKERS; w++) {
+                total[p] += sums[(((result * PARTS + p) * WORKERS + w) * COLUMNS + token) * 16 + r];
+            }
         }
         float value = total[0];
 #if BIAS
-        value += bias[column + 16 * tile + r];
+        value += bias[of_result.column + r];
 #endif
 #if GATE
         value = gated(value, total[1]);
 #endif
-        put(out, static_cast<i64>(token) * N + column + 16 * tile + r, value);
+        put(out, static_cast<i64>(first_token + token) * N + of_result.column + r, value);
     }
 }

@@ -162,8 +162,8 @@ def linear(
         gate: see above.
         scratch: [linear_scratch(...)] float16 or None when that is 0; overwritten.
 
-    Numerics: sums in float32. Kernels round h and the decoded weights to float16 (saturating); for many tokens p too,
-    where a gate follows.
+    Numerics: sums in float32. Kernels round h and the decoded weights to float16 (saturating), or h to 16-bit whole
+    numbers with a scale for 256 of them (`product_whole`); for many tokens p to float16, too, where a gate follows.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

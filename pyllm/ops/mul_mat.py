@@ -51,7 +51,7 @@ def mul_mat(device: Device, x: Any, weight: Weight, out: Any, scratch: Any = Non
         out: [num_tokens, out_features] float32; must not overlap x.
         scratch: [scratch_size(...)] float16 or None when that is 0; overwritten.
 
-    Numerics: sums in float32. Kernels round x and the decoded weights to float16 first.
+    Numerics: sums in float32. Kernels round x and the decoded weights to float16 first, or x as `linear` says.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

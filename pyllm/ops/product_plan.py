@@ -2,8 +2,8 @@
 
 Three ways, chosen by shapes and target alone:
 
-* few tokens: `mul_mat_thin` reads the packed weights once, of up to three matrices in one launch; it can normalise its
-  input and put a gate behind its products;
+* few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` says so, reads the packed weights once, of up to three
+  matrices in one launch; it can normalise its input and put a gate behind its products;
 * more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies;
 * large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
 """
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
-from pyllm.ops.product_tile import tile_launch
+from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
+from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 
@@ -29,6 +30,8 @@ FUSED_NORM_TOKENS = 2  # up to here every block may normalise the whole input fo
 FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
+SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory
+WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
 
 LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
@@ -148,39 +151,37 @@ def _thin_launches(target: Target, products: Products) -> Sequence[KernelLaunch]
 def _thin_launch(target: Target, products: Products, weights: Sequence[Weight], column: int) -> KernelLaunch:
     x, num_tokens, k, out = products.x, products.num_tokens, products.k, products.out
     bias, norm, first = products.bias, products.norm, weights[0]
-    tokens = next(size for size in (2, 8, 16, 32) if size >= num_tokens)
     spare = THIN_MATRICES - len(weights)
     rows = [weight.shape[0] for weight in weights] + [0] * spare
     packed = [weight.array for weight in weights] + [first.array] * spare
+    matrices = 2 if products.gate else 1
     tiles = -(-rows[0] // 16) if products.gate else sum(-(-n // 16) for n in rows)
-    staging = Staging.of(target, first, 2 if products.gate else 1)
     defines = {
-        "QTYPE": int(first.qtype),
-        "TOKENS": tokens,
         "X_F16": int(x.dtype == np.float16),
         "NORM": int(norm is not None),
         "OUTPUT": int(Output.of(out, products.accumulate)),
         "GATE": int(products.gate),
         "BIAS": int(bias is not None),
-        "THREADS": staging.threads,
-        "UNIT_K": staging.unit_k,
-        "UNIT_BYTES": staging.unit_bytes,
-        "STAGES": staging.stages,
-        "ALIGNED": int(staging.aligned),
-        "FULL": int(k % staging.unit_k == 0),
     }
     args = (
         x,
         first.array if norm is None else norm.weight,
         *packed,
         first.array if bias is None else bias[column:],
-        out.reshape(-1)[column:],  # the kernel counts columns from the first of its own
+        out.reshape(-1)[column:],  # the kernels count columns from the first of their own
         np.int64(first.row_bytes),
         np.float32(0 if norm is None else norm.eps),
         *map(np.int32, (*rows, num_tokens, out.shape[1], k)),
     )
-    shared = staging.shared_bytes(target, tokens) + (2 * num_tokens * k if norm is not None else 0)
-    grid = (tiles, -(-num_tokens // tokens))
+    if whole := Whole.of(target, num_tokens, first, tiles, matrices):
+        shared = whole.shared_bytes(target, num_tokens, k)
+        name = "mul_mat_thin_s8"
+        return KernelLaunch(name, name, (whole.blocks,), (whole.threads,), args, defines | whole.defines(), shared)
+    tokens = next(size for size in (2, 8, 16, 32) if size >= num_tokens)
+    staging = Staging.of(target, first, tokens, tiles, matrices)
+    defines |= {"TOKENS": tokens, "FULL": int(k % staging.unit_k == 0), **staging.defines(first.qtype)}
+    shared = staging.shared_bytes(target, first.qtype, tokens, k) + (2 * num_tokens * k if norm is not None else 0)
+    grid = (-(-tiles // staging.results), -(-num_tokens // tokens))
     return KernelLaunch("mul_mat_thin", "mul_mat_thin", grid, (staging.threads,), args, defines, shared)
 
 
@@ -193,6 +194,10 @@ class Staging:
         unit_k, unit_bytes: what a warp works on at a time.
         stages: units on their way into shared memory; 0: rows are read in place.
         aligned: units begin at multiples of 16 bytes.
+        results: columns of 16 outputs of a block.
+        x_stages: pieces of x on their way into shared memory, for all warps of a block; 1: x as a whole; 0: each warp
+            reads it itself.
+        workers: warps that share the k of a tile.
     """
 
     threads: int
@@ -200,16 +205,29 @@ class Staging:
     unit_bytes: int
     stages: int
     aligned: bool
+    results: int = 1
+    x_stages: int = 0
+    workers: int = 0
 
     @classmethod
-    def of(cls, target: Target, weight: Weight, matrices: int) -> Staging:
-        """For rows like those of a weight, `matrices` of which share the warps of a block."""
+    def of(cls, target: Target, weight: Weight, tokens: int, results: int, matrices: int) -> Staging:
+        """For rows like those of a weight.
+
+        Args:
+            tokens: for so many the kernel is compiled.
+            results: columns of 16 outputs, each from `matrices` tiles of rows.
+        """
+        shared = cls._sharing_x(target, weight, tokens, results, matrices)
+        if shared is not None:
+            return shared
         block = FORMATS[weight.qtype]
         k = weight.shape[-1]
         threads = 256 if target.vendor == "cuda" else 128
         if block.block_size == 1:
             return cls(threads, 32, 32 * block.block_bytes, 0, True)
-        if weight.qtype == QuantType.Q4_K:  # aligned, and decoded block by block: shared memory would be a detour
+        # Aligned, and decoded block by block: shared memory would be a detour, but for two matrices and many tokens the
+        # registers do not suffice.
+        if weight.qtype == QuantType.Q4_K and (matrices == 1 or tokens < THIN_TOKENS):
             return cls(threads, 256, block.block_bytes, 0, True)
         # Short rows in small units, so that all warps have some.
         workers = threads // target.warp_size // matrices
@@ -219,12 +237,56 @@ class Staging:
         unit_bytes = unit_k // block.block_size * block.block_bytes
         return cls(threads, unit_k, unit_bytes, STAGES, unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0)
 
-    def shared_bytes(self, target: Target, tokens: int) -> int:
+    @classmethod
+    def _sharing_x(cls, target: Target, weight: Weight, tokens: int, results: int, matrices: int) -> Staging | None:
+        """Where x is large and a block of an NVIDIA GPU has several results that need it; None elsewhere."""
+        block, k, host = FORMATS[weight.qtype], weight.shape[-1], target.vendor == "host"
+        own = _results_of_block(3 if host else MULTIPROCESSORS, results, 2 if host else 7 if matrices == 1 else 4)
+        in_place = weight.qtype == QuantType.Q4_K and not host
+        if target.tiles != "mma" or tokens <= SHARED_X_TOKENS or block.block_size == 1 or own < (4 if in_place else 2):
+            return None
+        limit = 64 if host else SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB)
+        most_warps = 4 if host else 16
+        unit_k = max(block.block_size, 128 if k < 4 * UNIT_K else UNIT_K)
+        unit_bytes = unit_k // block.block_size * block.block_bytes
+        aligned = unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0
+        for workers in (4, 2, 1):
+            warps = own * matrices * workers
+            for x_stages in (1, 2) if tokens <= 16 else (2,):
+                staging = cls(32 * warps, unit_k, unit_bytes, STAGES, aligned, own, x_stages, workers)
+                fits = staging.shared_bytes(target, weight.qtype, tokens, k) <= limit << 10
+                if warps <= most_warps and workers * unit_k <= max(k, unit_k) and fits:
+                    return staging
+        return None
+
+    def defines(self, qtype: QuantType) -> dict[str, int]:
+        """Macros of rawkernels/mul_mat_thin.cu that cut rows up."""
+        return {
+            "QTYPE": int(qtype),
+            "THREADS": self.threads,
+            "UNIT_K": self.unit_k,
+            "UNIT_BYTES": self.unit_bytes,
+            "STAGES": self.stages,
+            "ALIGNED": int(self.aligned),
+            "RESULTS": self.results,
+            "X_STAGES": self.x_stages,
+        }
+
+    def shared_bytes(self, target: Target, qtype: QuantType, tokens: int, k: int) -> int:
         """Dynamic shared memory: the stages, or the partial sums of the warps where those are more."""
         pieces = -(-(self.unit_bytes + (0 if self.aligned else 15)) // 16)
-        pitch = next(size for size in count(16 * pieces, 16) if size % 128 in (32, 96))
+        by_words = self.x_stages > 0 and qtype in WORDS_TYPES
+        pitch = 16 * (pieces | 1) if by_words else next(n for n in count(16 * pieces, 16) if n % 128 in (32, 96))
         warps = self.threads // target.warp_size
-        return max(warps * self.stages * 16 * pitch, warps * max(tokens, 16) * 16 * 4)
+        x_k = k if self.x_stages == 1 else self.workers * self.unit_k
+        x = self.x_stages * tokens * (x_k + (16 if by_words else 32)) * 2
+        return max(warps * self.stages * 16 * pitch + x, warps * max(tokens, 16) * 16 * 4)
+
+
+def _results_of_block(blocks: int, results: int, most: int) -> int:
+    """So that all blocks that run at a time have about the same number."""
+    waves = -(-results // (blocks * most))
+    return -(-results // (blocks * waves))
 
 
 def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool:

@@ -18,6 +18,7 @@
 constexpr int DIRECT_ROWS = 2;
 constexpr int DIRECT_NARROW_ELEMENTS = 4;  // of a C, those that a narrow product defines
 constexpr int DIRECT_RUNS = 1;
+constexpr int DIRECT_SLABS = 8;  // to be unrolled at a time
 DEVICE int direct_row(int i) { return LANE() / 4 + 8 * i; }
 DEVICE int direct_run(int j) { return (void)j, LANE() % 4; }
 #elif defined(TILE_MFMA)
@@ -25,6 +26,7 @@ DEVICE int direct_run(int j) { return (void)j, LANE() % 4; }
 constexpr int DIRECT_ROWS = 1;
 constexpr int DIRECT_NARROW_ELEMENTS = TILE_C_ELEMENTS;
 constexpr int DIRECT_RUNS = 1;
+constexpr int DIRECT_SLABS = 8;
 DEVICE int direct_row(int i) { return (void)i, LANE() % 16; }
 DEVICE int direct_run(int j) { return (void)j, LANE() / 16; }
 #else
@@ -32,6 +34,7 @@ DEVICE int direct_run(int j) { return (void)j, LANE() / 16; }
 constexpr int DIRECT_ROWS = 1;
 constexpr int DIRECT_NARROW_ELEMENTS = TILE_C_ELEMENTS;
 constexpr int DIRECT_RUNS = 4;
+constexpr int DIRECT_SLABS = 2;  // of more than these the loads alone would not fit into registers
 DEVICE int direct_row(int i) { return (void)i, LANE() % 16; }
 DEVICE int direct_run(int j) { return j; }
 #endif

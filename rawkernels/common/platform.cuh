@@ -28,6 +28,7 @@
 //   h2_pack(low, high)               two floats as such a pair, rounded to nearest even
 //   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
 //   bytes_of_table(index, table)     byte j is byte index_j of 16 table bytes; each byte of index is 0 to 15
+//   nibbles_of_table(word, table, low, high)   the same for the low nibbles of the four bytes of a word, and for the high ones
 //   fast_exp, fast_exp2              a few ulp; exp(-inf) is 0
 //   rsqrt_f                          1 / sqrt
 //   mul_rn, add_rn, sub_rn           rounded on their own, never fused with a neighbour
@@ -154,6 +155,11 @@ DEVICE float warp_sum(float value) {
 }
 
 #if !defined(PYLLM_CUDA)  // which has instructions for these
+DEVICE void nibbles_of_table(u32 word, const u32 (&table)[4], u32& low, u32& high) {
+    low = bytes_of_table(word & 0x0F0F0F0Fu, table);
+    high = bytes_of_table(word >> 4 & 0x0F0F0F0Fu, table);
+}
+
 DEVICE u32 warp_max_u32(u32 value) {
     for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = max(value, shfl_xor(value, mask));
     return value;

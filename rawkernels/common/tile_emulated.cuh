@@ -72,6 +72,30 @@ DEVICE void mma_m16n8k16(float* c, const u32* a, const u32* b) {
     }
 }
 
+// mma.m16n8k32 (words = 2) and m16n8k16 (words = 1) of signed bytes: a word of four k for each of rows g and g + 8, then, for
+// the further 16 k, the next two.
+DEVICE void pyllm_mma_s8(i32 (&c)[4], const u32* a, const u32* b, int words) {
+    u32 registers[6] = {};
+    for (int i = 0; i < 2 * words; i++) registers[i] = a[i];
+    for (int i = 0; i < words; i++) registers[4 + i] = b[i];
+    const u8* const slots = pyllm_show_tile(EXCHANGE_TILE, registers, sizeof(registers));
+    const int lane = pyllm_emulation->lane;
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8;
+        const int column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16 * words; k++) {
+            const int owner = k % 16 / 4;  // of both factors, within their group of four lanes
+            const u8* const of_row = slots + (row % 8 * 4 + owner) * EXCHANGE_BYTES;
+            const u8* const of_column = slots + (column * 4 + owner) * EXCHANGE_BYTES + 16;
+            c[i] += static_cast<i8>(of_row[(k / 16 * 2 + row / 8) * 4 + k % 4]) *
+                    static_cast<i8>(of_column[k / 16 * 4 + k % 4]);
+        }
+    }
+}
+
+DEVICE void mma_m16n8k32_s8(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { pyllm_mma_s8(c, a, b, 2); }
+DEVICE void mma_m16n8k16_s8(i32 (&c)[4], const u32 (&a)[2], u32 b) { pyllm_mma_s8(c, a, &b, 1); }
+
 // v_wmma_f32_16x16x16_f16, waves of 32. Lanes 16-31 must repeat lanes 0-15: where they do not, the result is NaN.
 DEVICE void wmma_16x16x16(float (&c)[8], const u32x4 (&a)[2], const u32x4 (&b)[2]) {
     float registers[32];  // 16 of A, 16 of B
