@@ -80,7 +80,7 @@ class LLM:
         overflow: when the context is full, "stop" ends the answer, "error" raises ContextError, and "shift" drops
             tokens behind the first `keep` and computes the rest anew; prompts that are too long are cut likewise.
             `stats["dropped_tokens"]` says how many went.
-        keep: tokens at the beginning that "shift" leaves alone.
+        keep: tokens at the beginning that "shift" leaves alone; of a chat, the system message at least.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
@@ -229,6 +229,7 @@ class LLM:
             folder = None if options.cache_dir is None else Path(options.cache_dir)
             self._kept = KeptPrompts(self._cache, self._lock, identity, page_budget, folder, options.cache_disk)
         overflow = Overflow(options.overflow, options.keep)
+        self._shifts = overflow.kind == "shift"
         self._scheduler = Scheduler(
             self._executor,
             self._cache,
@@ -393,7 +394,22 @@ class LLM:
         """
         template_args["answers"] = answers
         ids = self.chat_tokens(messages, **template_args)
-        return self._stream(self._request(ids, params, self._turn_start(ids, messages, template_args)), progress)
+        request = self._request(ids, params, self._turn_start(ids, messages, template_args))
+        request.keep = self._system_length(ids, messages, template_args)
+        return self._stream(request, progress)
+
+    def _system_length(
+        self, ids: list[int], messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> int:
+        """Tokens of the system message, which stays when the context is full. 0 where nobody will ask."""
+        if not self._shifts or not messages or messages[0].get("role") != "system":
+            return 0
+        try:
+            return shared_length(
+                ids, self.chat_tokens(messages[:1], **{**template_args, "add_generation_prompt": False})
+            )
+        except TemplateError:  # it wants a question
+            return 0
 
     def _turn_start(
         self, ids: list[int], messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]

@@ -24,7 +24,8 @@ class Overflow:
 
     Attributes:
         kind: one of OVERFLOWS.
-        keep: with "shift", tokens at the beginning that stay; at most half of the context does.
+        keep: with "shift", tokens at the beginning that stay, if a request does not ask for more; at most half of the
+            context does.
     """
 
     kind: str = "stop"
@@ -57,7 +58,7 @@ class Overflow:
     def drop(self, request: Request, ctx_size: int, at_least: int = 1) -> None:
         """Drop tokens behind those that are kept, so that others have room. What was dropped is counted."""
         step = max(1, ctx_size // _STEPS)
-        keep = max(0, min(self.keep, ctx_size // 2, len(request.token_ids) - at_least - 1))
+        keep = max(0, min(max(self.keep, request.keep), ctx_size // 2, len(request.token_ids) - at_least - 1))
         count = min(-(-at_least // step) * step, len(request.token_ids) - keep - 1)
         del request.token_ids[keep : keep + count]
         request.num_prompt -= count

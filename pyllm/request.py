@@ -21,6 +21,7 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated.
         num_prompt: tokens of the prompt; less those that were dropped, of the answer too.
+        keep: tokens at the beginning that stay when others have to give way.
         num_dropped, num_dropped_later: tokens that had to give way, see `overflow`; those among them that did so when
             the prompt had been computed.
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
@@ -54,6 +55,7 @@ class Request:
     bytes_moved: int = 0
     ready: Event | None = None
     saved_at: int = 0
+    keep: int = 0
     num_dropped: int = 0
     num_dropped_later: int = 0
     num_cached: int = 0

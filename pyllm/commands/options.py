@@ -291,7 +291,12 @@ overflow_options = _together(
         help="When the context is full: end the answer, fail, or drop tokens behind --keep and compute the rest anew. "
         "[default: stop]",
     ),
-    click.option("--keep", type=click.IntRange(0), metavar="N", help="The first N tokens stay. [default: 0]"),
+    click.option(
+        "--keep",
+        type=click.IntRange(0),
+        metavar="N",
+        help="The first N tokens stay, and the system message. [default: 0]",
+    ),
 )
 
 session_option = click.option(

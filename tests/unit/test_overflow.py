@@ -99,6 +99,19 @@ def test_stop_and_error(name: str) -> None:
             engine(name, **options)
 
 
+def test_the_system_message_of_a_chat_stays() -> None:
+    with open_engine(model_path("qwen35-a-f16"), ctx_size=64, overflow="shift") as llm:
+        system = [{"role": "system", "content": "be brief"}]
+        messages = [*system, {"role": "user", "content": "one two three " * 30}]
+        ids = llm.chat_tokens(messages)
+        kept = len(llm.chat_tokens(system, add_generation_prompt=False))
+        assert len(ids) > 64 > 2 * kept
+        found = tokens(llm.chat(messages, greedy(4)))
+        dropped = llm.stats["dropped_tokens"]
+    with open_engine(model_path("qwen35-a-f16"), ctx_size=64) as fresh:
+        assert found == tokens(fresh.generate(ids[:kept] + ids[kept + dropped :], greedy(4)))
+
+
 def test_logits_are_never_cut() -> None:
     with engine(PLAIN) as llm, pytest.raises(ContextError, match="the prompt has 41 tokens"):
         llm.logits(IDS[PLAIN][:41])
