@@ -11,6 +11,8 @@ from pyllm.terminal.status import prefill_text
 from pyllm.terminal.style import dimmed, has_styles
 from pyllm.terminal.transient import TransientLine
 
+_LONG_PROMPT = 256  # tokens: a part of them may take seconds, and nothing is known before it is done
+
 
 class AnswerView:
     """One answer.
@@ -32,7 +34,8 @@ class AnswerView:
     def prefill(self, done: int, total: int, cached: int) -> None:
         """How far the prompt has been read, on terminals, where that takes longer than a moment; see `LLM.chat`."""
         if done < total:
-            self._line.show(prefill_text(done, total, cached, time.monotonic() - self._began))
+            takes_long = total - cached >= _LONG_PROMPT
+            self._line.show(prefill_text(done, total, cached, time.monotonic() - self._began), takes_long)
 
     def reasoning(self, text: str) -> None:
         """A piece of reasoning."""

@@ -25,10 +25,14 @@ class TransientLine:
         self._next = time.monotonic() + delay
         self._width = 0
 
-    def show(self, text: str) -> None:
-        """Put a text, ASCII, in place of what is shown."""
+    def show(self, text: str, at_once: bool = False) -> None:
+        """Put a text, ASCII, in place of what is shown.
+
+        Args:
+            at_once: if nothing is shown yet, do not wait for the delay to pass.
+        """
         now = time.monotonic()
-        if not self._is_on or now < self._next:
+        if not self._is_on or (now < self._next and (self._width or not at_once)):
             return
         self._next = now + _EVERY
         text = text[: shutil.get_terminal_size().columns - 1]

@@ -94,10 +94,24 @@ def test_a_line_that_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     line.clear()
     line.clear()
     assert screen.getvalue() == "\rlong words\r\rshort     \r\r     \r"
+    line = TransientLine(delay=1)
+    line.show("now", at_once=True)
+    line.show("not so soon again", at_once=True)
+    assert screen.getvalue().endswith("     \r\rnow\r")
     monkeypatch.setattr(sys, "stderr", Screen(False))
     line = TransientLine(delay=0)
     line.show("never in a file")
     assert isinstance(sys.stderr, Screen) and sys.stderr.getvalue() == ""
+
+
+def test_a_long_prompt_is_spoken_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    view = AnswerView(hides=False)
+    view.prefill(100, 300, 100)  # 200 tokens do not take long, as far as anybody knows
+    assert screen.getvalue() == ""
+    view.prefill(0, 300, 0)
+    assert screen.getvalue() == "\rReading the prompt: 0 of 300 tokens\r"
 
 
 def test_words_for_numbers() -> None:
