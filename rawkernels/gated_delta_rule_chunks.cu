@@ -14,6 +14,7 @@
 //           before they are taken apart, as are those of V - e^G K S^T
 // Defines   HEAD_DIM, a multiple of 32; TILED as in gated_delta_rule; STAGES: 1 or 2 chunks in shared memory
 // SharedLimit   sm_80=166912 sm_90=232448
+// Scratch   sm_80=16
 // Compile   HEAD_DIM=32,64,128 TILED=0,1 STAGES=1; @sm_90 HEAD_DIM=64,128 TILED=0,1 STAGES=2
 #include "common/delta_chunks.cuh"
 
