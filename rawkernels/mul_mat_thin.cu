@@ -46,7 +46,9 @@
 //           UNIT_BYTES=272 STAGES=2 ALIGNED=1 FULL=1 @sm_80 @sm_90;
 //           QTYPE=0,1,30 TOKENS=8 NORM=0 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 RESULTS=1 X_STAGES=0 THREADS=128 UNIT_K=32
 //           UNIT_BYTES=64 STAGES=0 ALIGNED=1 FULL=0
-#define KERNEL_MIN_BLOCKS (THREADS <= 256 ? 2 : 1)
+#define KERNEL_MIN_BLOCKS (THREADS <= 256 && !WIDE_GATE ? 2 : 1)
+// It takes more registers, and only for small matrices has it so few threads: their blocks are alone.
+#define WIDE_GATE (GATE && TOKENS > 16)
 #include "common/direct.cuh"
 #include "common/gates.cuh"
 #include "common/thin.cuh"

@@ -225,9 +225,7 @@ class Staging:
         threads = 256 if target.vendor == "cuda" else 128
         if block.block_size == 1:
             return cls(threads, 32, 32 * block.block_bytes, 0, True)
-        # Aligned, and decoded block by block: shared memory would be a detour, but for two matrices and many tokens the
-        # registers do not suffice.
-        if weight.qtype == QuantType.Q4_K and (matrices == 1 or tokens < THIN_TOKENS):
+        if weight.qtype == QuantType.Q4_K:  # aligned, and decoded block by block: shared memory would be a detour
             return cls(threads, 256, block.block_bytes, 0, True)
         # Short rows in small units, so that all warps have some.
         workers = threads // target.warp_size // matrices
@@ -243,7 +241,9 @@ class Staging:
         block, k, host = FORMATS[weight.qtype], weight.shape[-1], target.vendor == "host"
         own = _results_of_block(3 if host else MULTIPROCESSORS, results, 2 if host else 7 if matrices == 1 else 4)
         in_place = weight.qtype == QuantType.Q4_K and not host
-        if target.tiles != "mma" or tokens <= SHARED_X_TOKENS or block.block_size == 1 or own < (4 if in_place else 2):
+        if target.tiles != "mma" or tokens <= SHARED_X_TOKENS or block.block_size == 1 or own == 1:
+            return None
+        if in_place and own * matrices < 4:
             return None
         limit = 64 if host else SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB)
         most_warps = 4 if host else 16
