@@ -18,5 +18,5 @@ KERNEL(128) get_rows(const u8* RESTRICT weight, const i32* RESTRICT ids, float* 
     decode8(weight + ids[i] * row_bytes, k, w);
     float* row = out + i * row_elements + k;
 #pragma unroll
-    for (int j = 0; j < 8; j++) row[j] = scale * w[j];
+    for (int j = 0; j < 8; j += 4) store16(row + j, f32x4{scale * w[j], scale * w[j + 1], scale * w[j + 2], scale * w[j + 3]});
 }
