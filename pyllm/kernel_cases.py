@@ -529,7 +529,18 @@ def _take_rows(rows: int, size: int, rng: Rng) -> Arguments:
 def _set_rows_cases() -> Iterator[Case]:
     for kv_type in KV_TYPES.values():
         yield Case(SET_ROWS, kv_type.name, partial(_set_rows, kv_type, False), (3, 5), floor=None)
+    for name in ("q8_0", "q4_0"):
+        yield Case(SET_ROWS, f"{name}, whole numbers", partial(_set_whole_rows, KV_TYPES[name]), (3, 5), floor=None)
     yield Case(SET_ROWS, "a wrong row", partial(_set_rows, KV_TYPES["f16"], True), (3, 5), floor=None)
+
+
+def _set_whole_rows(kv_type: KVType, rng: Rng) -> Arguments:
+    """Several elements of a block have the largest magnitude, of either sign; some blocks have an infinity."""
+    k, v, *rest = _set_rows(kv_type, False, rng)
+    for rows in (k, v):
+        rows[...] = rng.integers(-3, 4, rows.shape)
+    k[5, [40, 70]] = np.inf, -np.inf
+    return k, v, *rest
 
 
 def _set_rows(kv_type: KVType, wrong: bool, rng: Rng) -> Arguments:

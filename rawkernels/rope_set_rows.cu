@@ -8,7 +8,7 @@
 // Shared    HEAD_DIM floats per warp, static
 // Sync      warps work alone; warp barriers order their accesses to shared memory
 // Numerics  f32; one rounding to the type of q (f16 saturates), and of the cache as common/kv.cuh says
-// Defines   KV_TYPE, HEAD_DIM, Q_F16, NEOX as in rope, HEAD_NORM
+// Defines   KV_TYPE, HEAD_DIM (a multiple of 4), Q_F16, NEOX as in rope, HEAD_NORM
 // Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 Q_F16=1 NEOX=1 HEAD_NORM=0; KV_TYPE=1 HEAD_DIM=80,128,256 Q_F16=1 NEOX=1
 //           HEAD_NORM=1; KV_TYPE=1 HEAD_DIM=64 Q_F16=0,1 NEOX=0 HEAD_NORM=0
 #include "common/kv.cuh"
@@ -54,17 +54,12 @@ DEVICE void rotate(float* head, const float* RESTRICT cos_in, const float* RESTR
 }
 
 DEVICE void store_row(kv_t* row, i32 width, i32 element, const float* head) {
-#if KV_QUANTISED
-    for (i32 i = KV_BLOCK * LANE(); i < HEAD_DIM; i += KV_BLOCK * WARP_SIZE) {
-        float values[KV_BLOCK];
 #pragma unroll
-        for (int j = 0; j < KV_BLOCK; j++) values[j] = head[i + j];
-        kv_store32(row, width, element + i, values);
+    for (i32 first = 0; first < HEAD_DIM; first += 4 * WARP_SIZE) {
+        const i32 d = first + 4 * LANE();
+        const bool wanted = d < HEAD_DIM;
+        kv_store4(row, width, element + d, wanted ? load16<f32x4>(head + d) : f32x4{0, 0, 0, 0}, wanted);
     }
-#else
-    (void)width;
-    for (i32 i = LANE(); i < HEAD_DIM; i += WARP_SIZE) row[element + i] = kv_store(head[i]);
-#endif
 }
 
 KERNEL(THREADS) rope_set_rows(const float* RESTRICT qkv, const float* RESTRICT q_norm, const float* RESTRICT k_norm,
@@ -118,12 +113,15 @@ KERNEL(THREADS) rope_set_rows(const float* RESTRICT qkv, const float* RESTRICT q
     if (is_q || is_k) rotate(head, cos_in, sin_in, token, half);
     WARP_BARRIER();
     if (is_q) {
-        for (i32 d = LANE(); d < HEAD_DIM; d += WARP_SIZE) {
+        for (i32 d = 4 * LANE(); d < HEAD_DIM; d += 4 * WARP_SIZE) {
             const i64 target = (token * heads + index) * HEAD_DIM + d;
+            const f32x4 x = load16<f32x4>(head + d);
 #if Q_F16
-            static_cast<f16*>(q)[target] = to_f16_saturated(head[d]);
+            const u64 low = h2_pack_saturated(x.x, x.y);
+            const u64 high = h2_pack_saturated(x.z, x.w);
+            *reinterpret_cast<u64*>(static_cast<f16*>(q) + target) = low | high << 32;
 #else
-            static_cast<float*>(q)[target] = head[d];
+            store16(static_cast<float*>(q) + target, x);
 #endif
         }
     } else if (row >= 0) {

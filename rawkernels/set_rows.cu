@@ -3,7 +3,8 @@
 // Shapes    k [T,k_width], v [T,v_width] f32 or f16; k_cache [rows,k_row_size], v_cache [rows,v_row_size] kv_t
 //           tags [rows] u32
 //           row_ids [T] i64; positions, token_seq [T] i32; page_table [S,max_pages] i32; page_epochs alike u32
-// Launch    grid (T), block (256): one block per token
+//           widths are multiples of 4
+// Launch    grid (T), block (256): one block per token, four elements per thread
 // Numerics  one rounding to the storage type, to nearest even; quantised types as common/kv.cuh says
 // Defines   KV_TYPE, INPUT_F16: 1 when k and v are f16
 // Compile   KV_TYPE=0,1,2,3,4 INPUT_F16=0,1
@@ -11,24 +12,28 @@
 
 #if INPUT_F16
 typedef f16 input_t;
-DEVICE float input_value(input_t x) { return to_f32(x); }
 #else
 typedef float input_t;
-DEVICE float input_value(input_t x) { return x; }
 #endif
+
+DEVICE f32x4 load_four(const input_t* x) {
+#if INPUT_F16
+    const u64 loaded = *reinterpret_cast<const u64*>(x);
+    const u32 low = static_cast<u32>(loaded);
+    const u32 high = static_cast<u32>(loaded >> 32);
+    return f32x4{low_half(low), high_half(low), low_half(high), high_half(high)};
+#else
+    return load16<f32x4>(x);
+#endif
+}
 
 // The whole block writes one row.
 DEVICE void write_row(const input_t* RESTRICT source, kv_t* RESTRICT row, i32 width) {
-#if KV_QUANTISED
-    for (i32 first = KV_BLOCK * threadIdx.x; first < width; first += KV_BLOCK * blockDim.x) {
-        float values[KV_BLOCK];
-#pragma unroll
-        for (int i = 0; i < KV_BLOCK; i++) values[i] = input_value(source[first + i]);
-        kv_store32(row, width, first, values);
+    for (i32 first = 4 * WARP_SIZE * WARP_ID(); first < width; first += 4 * blockDim.x) {
+        const i32 element = first + 4 * LANE();
+        const bool wanted = element < width;
+        kv_store4(row, width, element, wanted ? load_four(source + element) : f32x4{0, 0, 0, 0}, wanted);
     }
-#else
-    for (i32 i = threadIdx.x; i < width; i += blockDim.x) row[i] = kv_store(input_value(source[i]));
-#endif
 }
 
 KERNEL(256) set_rows(const input_t* RESTRICT k, const input_t* RESTRICT v, kv_t* RESTRICT k_cache,

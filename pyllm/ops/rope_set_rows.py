@@ -76,6 +76,7 @@ def plan_rope_set_rows(
 ) -> list[KernelLaunch]:
     num_tokens, num_heads, head_dim = out.shape
     require(cache.k.shape == cache.v.shape, "rope_set_rows", "key and value length differ")
+    require(head_dim % 4 == 0, "rope_set_rows", f"head size {head_dim} is not a multiple of 4")
     all_heads = qkv.shape[1] // head_dim
     tables = (inputs.row_ids, inputs.positions, inputs.token_seq, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
     sizes = (

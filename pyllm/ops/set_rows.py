@@ -55,6 +55,7 @@ def _report_wrong_rows(tokens: np.ndarray, inputs: InputViews, cache: LayerCache
 def plan_set_rows(
     target: Target, k: Any, v: Any, inputs: InputViews, cache: LayerCache, kv_type: KVType, record: Any
 ) -> list[KernelLaunch]:
+    require(k.shape[1] % 4 == 0 and v.shape[1] % 4 == 0, "set_rows", "rows are not multiples of 4 elements")
     tables = (inputs.row_ids, inputs.positions, inputs.token_seq, inputs.seq_ids, inputs.page_table, inputs.page_epochs)
     row_sizes = (cache.k.shape[1], cache.v.shape[1])
     sizes = (k.shape[1], v.shape[1], *row_sizes, inputs.page_table.shape[1], cache.page_size, cache.layer)

@@ -43,16 +43,6 @@ DEVICE u16 kv_scale(const kv_t* RESTRICT row, i32 width, i32 element) {
     return *reinterpret_cast<const u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2);
 }
 
-#else
-
-#if KV_TYPE == 0
-DEVICE kv_t kv_store(float x) { return x; }
-#elif KV_TYPE == 1
-DEVICE kv_t kv_store(float x) { return f16_to_bits(to_f16(x)); }
-#else
-DEVICE kv_t kv_store(float x) { return f32_to_bf16(x); }
-#endif
-
 #endif
 
 // KV_PIECE consecutive elements, whose codes begin at a multiple of 16 bytes, as pairs of f16. A type that f16 does not hold
@@ -67,8 +57,7 @@ DEVICE void kv_unpack_piece(const void* codes, u16 scale_bits, u32 (&pairs)[KV_P
     (void)words;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        pairs[j] = to_f16_saturated(f32_from_bits(all[2 * j])).bits |
-                   (u32)to_f16_saturated(f32_from_bits(all[2 * j + 1])).bits << 16;
+        pairs[j] = h2_pack_saturated(f32_from_bits(all[2 * j]), f32_from_bits(all[2 * j + 1]));
     }
 #elif KV_TYPE == 1
 #pragma unroll
@@ -76,8 +65,7 @@ DEVICE void kv_unpack_piece(const void* codes, u16 scale_bits, u32 (&pairs)[KV_P
 #elif KV_TYPE == 2
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        pairs[j] = to_f16_saturated(f32_from_bits(words[j] << 16)).bits |
-                   (u32)to_f16_saturated(f32_from_bits(words[j] & 0xFFFF0000u)).bits << 16;
+        pairs[j] = h2_pack_saturated(f32_from_bits(words[j] << 16), f32_from_bits(words[j] & 0xFFFF0000u));
     }
 #elif KV_TYPE == 3
     // A byte with its sign bit turned is the code plus 128; behind the high byte 0x64 it is the f16 1024 + 128 + code.
@@ -123,45 +111,65 @@ DEVICE void kv_unpack_rest(const void* codes, u32 (&pairs)[KV_PIECE / 2]) {
 }
 #endif
 
-// Writes 32 consecutive elements from one that is a multiple of 32, rounded once to the storage type. A block of a
-// quantised type in which a value is not finite becomes NaN as a whole.
-DEVICE void kv_store32(kv_t* RESTRICT row, i32 width, i32 element, const float* values) {
+// Each lane writes four consecutive elements, from one that is a multiple of four, rounded once to the storage type. Lanes beside
+// each other hold neighbours: eight lanes from a multiple of eight on hold a block of a quantised type, of which all or none
+// are wanted. Whole warps come here. A block in which a value is not finite becomes NaN as a whole.
+DEVICE void kv_store4(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& values, bool wanted) {
 #if KV_QUANTISED
-    float largest = 0;
-    float extreme = 0;  // the element of the largest magnitude, the first of several
-    bool finite = true;
+    const float x[4] = {values.x, values.y, values.z, values.w};
+    float extreme = 0;  // the element of the largest magnitude, the first of several; infinite if one is not finite
 #pragma unroll
-    for (int i = 0; i < KV_BLOCK; i++) {
-        const float size = fabsf(values[i]);
-        finite = finite && size < INFINITY_F;
-        if (size > largest) largest = size, extreme = values[i];
+    for (int i = 0; i < 4; i++) {
+        if (!(fabsf(x[i]) <= fabsf(extreme))) extreme = fabsf(x[i]) < INFINITY_F ? x[i] : INFINITY_F;
     }
-    const float step = KV_TYPE == 3 ? largest / 127.0f : extreme / -8.0f;
-    const float inverse = finite && fabsf(step) >= KV_SMALLEST ? 1.0f / step : 0.0f;
-    u32 words[KV_BLOCK / 4] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < KV_BLOCK; i++) {
-        const float x = finite ? mul_rn(values[i], inverse) : 0.0f;
+    for (int mask = 1; mask < KV_BLOCK / 4; mask *= 2) {
+        const float other = shfl_xor(extreme, mask);
+        const bool first = LANE() & mask;  // the other one is
+        if (fabsf(other) > fabsf(extreme) || (first && fabsf(other) == fabsf(extreme))) extreme = other;
+    }
+    const bool finite = fabsf(extreme) < INFINITY_F;
+    const float step = KV_TYPE == 3 ? fabsf(extreme) / 127.0f : extreme / -8.0f;
+    const float inverse = finite && fabsf(step) >= KV_SMALLEST ? 1.0f / step : 0.0f;
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float scaled = finite ? mul_rn(x[i], inverse) : 0.0f;
 #if KV_TYPE == 3
-        const float whole = floorf(fabsf(x));
-        const float rounded = sub_rn(fabsf(x), whole) >= 0.5f ? whole + 1 : whole;  // half away from zero
-        const i32 code = static_cast<i32>(x < 0 ? -rounded : rounded);
-        words[i / 4] |= (static_cast<u32>(code) & 0xFFu) << 8 * (i % 4);
+        const float whole = floorf(fabsf(scaled));
+        const float rounded = sub_rn(fabsf(scaled), whole) >= 0.5f ? whole + 1 : whole;  // half away from zero
+        codes |= (static_cast<u32>(static_cast<i32>(scaled < 0 ? -rounded : rounded)) & 0xFFu) << 8 * i;
 #else
-        const i32 code = static_cast<i32>(add_rn(x, 8.5f));
-        words[i % 16 / 4] |= static_cast<u32>(code < 15 ? code : 15) << (8 * (i % 4) + i / 16 * 4);
+        const i32 code = static_cast<i32>(add_rn(scaled, 8.5f));
+        codes |= static_cast<u32>(code < 15 ? code : 15) << 8 * i;
 #endif
     }
-    kv_t* const codes = row + kv_code_bytes(element);
-#pragma unroll
-    for (int i = 0; i < KV_BLOCK / (KV_TYPE == 3 ? 4 : 8); i += 4) {
-        store16(codes + 4 * i, u32x4{words[i], words[i + 1], words[i + 2], words[i + 3]});
+#if KV_TYPE == 4
+    codes |= shfl_xor(codes, 4) << 4;  // for the lanes of elements 0-15
+#endif
+    if (!wanted) return;
+    const i32 in_block = element % KV_BLOCK;
+    if (KV_TYPE == 3 || in_block < 16) {
+        *reinterpret_cast<u32*>(row + kv_code_bytes(element - in_block) + in_block) = codes;
     }
-    const u16 scale = !finite ? 0x7E00 : fabsf(step) >= KV_SMALLEST ? f32_to_f16_bits(step) : 0;
-    *reinterpret_cast<u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2) = scale;
+    if (in_block == 0) {
+        const u16 scale = !finite ? 0x7E00 : fabsf(step) >= KV_SMALLEST ? f32_to_f16_bits(step) : 0;
+        *reinterpret_cast<u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2) = scale;
+    }
 #else
     (void)width;
-#pragma unroll
-    for (int i = 0; i < KV_BLOCK; i++) row[element + i] = kv_store(values[i]);
+    if (!wanted) return;
+#if KV_TYPE == 0
+    store16(row + element, values);
+#else
+#if KV_TYPE == 1  // pairs: NVRTC 13.0 loses two of four numbers that are rounded one by one
+    const u64 low = h2_pack(values.x, values.y);
+    const u64 high = h2_pack(values.z, values.w);
+#else
+    const u64 low = f32_to_bf16(values.x) | static_cast<u32>(f32_to_bf16(values.y)) << 16;
+    const u64 high = f32_to_bf16(values.z) | static_cast<u32>(f32_to_bf16(values.w)) << 16;
+#endif
+    *reinterpret_cast<u64*>(row + element) = low | high << 32;
+#endif
 #endif
 }

@@ -26,6 +26,7 @@
 //   f16_bits_to_f32, f32_to_f16_bits
 //   h2_add, h2_sub, h2_mul, h2_fma   on two f16 in a u32, each rounded once to nearest even; subnormal numbers count
 //   h2_pack(low, high)               two floats as such a pair, rounded to nearest even
+//   h2_pack_saturated(low, high)     the same; too large becomes the largest f16
 //   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
 //   bytes_of_table(index, table)     byte j is byte index_j of 16 table bytes; each byte of index is 0 to 15
 //   nibbles_of_table(word, table, low, high)   the same for the low nibbles of the four bytes of a word, and for the high ones
@@ -110,7 +111,9 @@ DEVICE f16 to_f16_saturated(float value) { return to_f16(f16_range(value)); }
 DEVICE float low_half(u32 pair) { return f16_bits_to_f32((u16)(pair & 0xFFFF)); }
 DEVICE float high_half(u32 pair) { return f16_bits_to_f32((u16)(pair >> 16)); }
 
+#if !defined(PYLLM_CUDA)  // which has an instruction for it
 DEVICE u32 h2_pack_saturated(float low, float high) { return h2_pack(f16_range(low), f16_range(high)); }
+#endif
 
 DEVICE u32 h2_splat(u16 bits) { return bits * 0x10001u; }  // the same f16 twice
 

@@ -88,6 +88,13 @@ DEVICE u32 h2_pack(float low, float high) {
     return pair;
 }
 
+// PTX ISA, "cvt": with satfinite infinity becomes the largest number too, and a NaN stays one.
+DEVICE u32 h2_pack_saturated(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {

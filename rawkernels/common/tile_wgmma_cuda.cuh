@@ -119,6 +119,14 @@ DEVICE void async_copy16_or_zeros(u32 shared, const void* global, bool wanted) {
                  : "memory");
 }
 
+// The same of 4 bytes.
+DEVICE void async_copy4_or_zeros(u32 shared, const void* global, bool wanted) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :
+                 : "r"(shared), "l"(global), "r"(wanted ? 4 : 0)
+                 : "memory");
+}
+
 // Barriers of a part of the block, by number: some wait, others only arrive.
 DEVICE void part_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");

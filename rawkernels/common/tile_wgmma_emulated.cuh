@@ -102,6 +102,15 @@ DEVICE void async_copy16_or_zeros(u32 shared, const void* global, bool wanted) {
     }
 }
 
+DEVICE void async_copy4_or_zeros(u32 shared, const void* global, bool wanted) {
+    u8* const target = pyllm_emulation->dynamic_shared + shared;
+    if (wanted) {
+        __builtin_memcpy(target, global, 4);
+    } else {
+        __builtin_memset(target, 0, 4);
+    }
+}
+
 SHARED i32 pyllm_part_arrivals[16];  // so far, less one: a block finds -1
 
 DEVICE void part_arrive(int number, int threads) { (void)threads, pyllm_part_arrivals[number]++; }
