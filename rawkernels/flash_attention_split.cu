@@ -8,8 +8,8 @@
 // Launch    grid (splits, kv_heads * ceil(group / HEADS) = chunks, S), block (WARPS * WARP_SIZE). A block has HEADS query
 //           heads of one kv head and up to TOKENS tokens. Blocks of sequences with more tokens do nothing, nor do those for which
 //           there would be less than least_rows rows
-// Shared    dynamic: for each warp STAGES slices of K and V, and tiles of one if rows are not stored as f16; behind the
-//           loop, sums of all warps
+// Shared    dynamic: for each warp STAGES slices of K and V, and tiles of one if rows are not stored as f16, unless DIRECT;
+//           behind the loop, sums of all warps
 // Sync      a warp takes every n-th slice of KEYS rows; copies of the next slices run ahead of the one it works on. Warps
 //           meet behind the loop. Each block of a chunk then fences its parts and counts; who counts last combines them in
 //           the order of splits and resets the counter
@@ -17,15 +17,22 @@
 //           rounding took away, so only K and V in other types than f16 are rounded to f16, and f32 rows are taken apart in
 //           the same way. Without it as in flash_attention. A row with a foreign tag is absent: its K and V are zero and its
 //           score is -infinity
-// Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, HEADS, TOKENS, EXACT, KEYS (16 or 32), STAGES, WARPS
+// Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, HEADS, TOKENS, EXACT, KEYS (16 or 32), STAGES, WARPS; DIRECT, for
+//           NVIDIA, rows that are not f16, HEAD_DIM a multiple of 64: lanes convert rows to what they supply to products
 // SharedLimit   sm_90=232448 sm_80=166912
 // Scratch   gfx1151=304 gfx1100=304
-// Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 HEADS=3 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4;
-//           KV_TYPE=1 HEAD_DIM=80,96 IO_F16=1 HAS_SOFTCAP=0 HEADS=16 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4;
-//           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=1 HEADS=8 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=2;
-//           KV_TYPE=1 HEAD_DIM=128 IO_F16=0,1 HAS_SOFTCAP=0 HEADS=4 TOKENS=8 EXACT=0 KEYS=16 STAGES=1 WARPS=4;
-//           KV_TYPE=1,3 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=16,32 STAGES=3 WARPS=8 @sm_80 @sm_90
+// Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 HEADS=3 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4 DIRECT=0;
+//           KV_TYPE=1 HEAD_DIM=80,96 IO_F16=1 HAS_SOFTCAP=0 HEADS=16 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4 DIRECT=0;
+//           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=1 HEADS=8 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=2 DIRECT=0;
+//           KV_TYPE=1 HEAD_DIM=128 IO_F16=0,1 HAS_SOFTCAP=0 HEADS=4 TOKENS=8 EXACT=0 KEYS=16 STAGES=1 WARPS=4 DIRECT=0;
+//           KV_TYPE=1 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=16,32 STAGES=3 WARPS=8 DIRECT=0
+//           @sm_80 @sm_90;
+//           KV_TYPE=0,2,3,4 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=16 STAGES=2 WARPS=8 DIRECT=1
+//           @sm_80 @sm_90
 #include "common/attention.cuh"
+#if DIRECT
+#include "common/kv_fragments.cuh"
+#endif
 
 #define THREADS (WARPS * WARP_SIZE)
 #define TILE_USED (EXACT ? 8 : 16)  // rows of a tile that are different queries
@@ -47,7 +54,8 @@
 #define RAW_PIECES (RAW_ROW / 16)
 // A slice in flight: tiles of f16 if that is how rows are stored, else as they are stored.
 #define STAGE_BYTES (KV_TYPE == 1 ? 2 * TILES_SIZE : 2 * KEYS * RAW_ROW)
-#define WARP_BYTES (STAGES * STAGE_BYTES + (KV_TYPE == 1 ? 0 : 2 * TILES_SIZE))
+#define WARP_BYTES (STAGES * STAGE_BYTES + (KV_TYPE == 1 || DIRECT ? 0 : 2 * TILES_SIZE))
+#define KEPT (DIRECT && TILES * DIM_TILES <= 8)  // queries are kept in registers
 #define PART (HEAD_DIM + 2)
 #define SMALL 32768
 
@@ -66,7 +74,11 @@ DEVICE void fetch_slice(u8* stage, const kv_t* RESTRICT k_cache, const kv_t* RES
         async_copy16(target, k_cache + offset + first + 8 * piece);
         async_copy16(target + TILE_SIZE, v_cache + offset + first + 8 * piece);
 #else
+#if DIRECT
+        u8* const target = stage + key * RAW_ROW + 16 * stored_piece(key, piece);
+#else
         u8* const target = stage + key * RAW_ROW + 16 * piece;
+#endif
         i32 place = first * (CODE_BYTES / 16) / (HEAD_DIM / 16) + 16 * piece;
 #if KV_QUANTISED
         if (16 * piece >= CODE_BYTES) {
@@ -88,6 +100,13 @@ DEVICE void clear_rows(f16* tiles, u32 missing) {
     for (i32 i = LANE(); i < 2 * KEYS * (HEAD_DIM / 8); i += WARP_SIZE) {
         const i32 row = i / (HEAD_DIM / 8);
         if (missing >> row % KEYS & 1) store16(tiles + row * LD + i % (HEAD_DIM / 8) * 8, u32x4{0, 0, 0, 0});
+    }
+}
+#elif DIRECT
+// The rows of V whose bits are set become zeros. Those of K may be anything: their scores are not used.
+DEVICE void clear_rows(u8* stage, u32 missing) {
+    for (i32 i = LANE(); i < KEYS * RAW_PIECES; i += WARP_SIZE) {
+        if (missing >> i / RAW_PIECES & 1) store16(stage + KEYS * RAW_ROW + 16 * i, u32x4{0, 0, 0, 0});
     }
 }
 #else
@@ -118,6 +137,28 @@ DEVICE void unpack_slice(f16* tiles, const u8* stage, u32 missing, i32 width, i3
     }
 }
 #endif
+
+#if DIRECT
+// Queries in the order in which key_pairs has the elements of a key.
+DEVICE void load_query(FragA& query, const f16* q_tile, int d) {
+    const f16* const row = q_tile + LANE() / 4 * LD;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const f16* const pair = row + key_dim(2 * d + j);
+        query.r[2 * j] = *reinterpret_cast<const u32*>(pair);
+        query.r[2 * j + 1] = *reinterpret_cast<const u32*>(pair + 8 * LD);
+    }
+}
+#endif
+
+// The head's element that element i of a row's sum d is.
+DEVICE i32 dim_of(int d, int i) {
+#if DIRECT
+    return value_dim(tile_c_col(i) % 8, 2 * d + tile_c_col(i) / 8);
+#else
+    return 16 * d + tile_c_col(i);
+#endif
+}
 
 KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRICT k_cache,
                                       const kv_t* RESTRICT v_cache, const u32* RESTRICT tags,
@@ -214,6 +255,21 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
         for (int slot = 0; slot < TILE_ROWS; slot++) peak[m][slot] = -INFINITY_F, total[m][slot] = 0;
     }
     BARRIER();
+#if DIRECT
+    // Bytes from a row to its head's scales.
+    i32 scales = CODE_BYTES;
+#if KV_QUANTISED
+    scales += (kv_code_bytes(width) + kv_head * (HEAD_DIM / KV_BLOCK * 2)) % 16;
+#endif
+#if KEPT
+    FragA query[TILES][DIM_TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; d++) load_query(query[m][d], q_tile + 16 * m * LD, d);
+    }
+#endif
+#endif
 
     const i32 warp_start = my_start - lane;
     i32 slot_now = 0;
@@ -238,6 +294,11 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
             clear_rows(tiles, missing);
             WARP_BARRIER();
         }
+#elif DIRECT
+        if (missing) {
+            clear_rows(stage, missing);
+            WARP_BARRIER();
+        }
 #else
         f16* const tiles = reinterpret_cast<f16*>(my_stages + STAGES * STAGE_BYTES);
         unpack_slice(tiles, stage, missing, width, kv_head * HEAD_DIM);
@@ -249,6 +310,35 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
             for (int n = 0; n < KEY_TILES; n++) tile_zero(score[m][n]);
         }
+#if DIRECT
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++) {
+            const i32 key = 16 * n + lane / 4;
+            const u8* const row = stage + key * RAW_ROW;
+            u32 pairs[2][KEY_PAIRS];
+            u32 rest[2][KEY_PAIRS];
+            key_pairs(row, row + scales, key, pairs[0], rest[0]);
+            key_pairs(row + 8 * RAW_ROW, row + 8 * RAW_ROW + scales, key + 8, pairs[1], rest[1]);
+#pragma unroll
+            for (int d = 0; d < DIM_TILES; d++) {
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+#if KEPT
+                    const FragA& rows_of_q = query[m][d];
+#else
+                    FragA rows_of_q;
+                    load_query(rows_of_q, q_tile + 16 * m * LD, d);
+#endif
+                    const FragB keys{pairs[0][2 * d], pairs[0][2 * d + 1], pairs[1][2 * d], pairs[1][2 * d + 1]};
+                    tile_mma(score[m][n], rows_of_q, keys);
+#if KV_TYPE == 0 && EXACT
+                    const FragB rests{rest[0][2 * d], rest[0][2 * d + 1], rest[1][2 * d], rest[1][2 * d + 1]};
+                    tile_mma(score[m][n], rows_of_q, rests);
+#endif
+                }
+            }
+        }
+#else
 #pragma unroll
         for (int d = 0; d < DIM_TILES; d++) {
             FragA query[TILES];
@@ -265,6 +355,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                 }
             }
         }
+#endif
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
             float highest[TILE_ROWS];
@@ -321,6 +412,28 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
             FragA weights[TILES];
 #pragma unroll
             for (int m = 0; m < TILES; m++) tile_c_to_a(weights[m], score[m][n]);
+#if DIRECT
+            const i32 key = 16 * n + lane % 4 * 2;
+            const u8* const row = stage + (KEYS + key) * RAW_ROW;
+#pragma unroll
+            for (int unit = 0; unit < VALUE_UNITS; unit++) {
+                u32 pairs[2][8];
+                u32 rest[2][8];
+                value_pairs(row, row + RAW_ROW, row + scales, key, unit, pairs[0], rest[0]);
+                value_pairs(row + 8 * RAW_ROW, row + 9 * RAW_ROW, row + 8 * RAW_ROW + scales, key + 8, unit, pairs[1], rest[1]);
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) {
+#pragma unroll
+                    for (int m = 0; m < TILES; m++) {
+                        FragC& into = sum[m][4 * unit + e / 2];
+                        tile_mma(into, weights[m], FragB{pairs[0][e], pairs[1][e], pairs[0][e + 1], pairs[1][e + 1]});
+#if KV_TYPE == 0 && EXACT
+                        tile_mma(into, weights[m], FragB{rest[0][e], rest[1][e], rest[0][e + 1], rest[1][e + 1]});
+#endif
+                    }
+                }
+            }
+#else
 #pragma unroll
             for (int d = 0; d < DIM_TILES; d++) {
 #pragma unroll
@@ -331,6 +444,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                     for (int m = 0; m < TILES; m++) tile_mma(sum[m][d], weights[m], values);
                 }
             }
+#endif
         }
         WARP_BARRIER();  // before the next copies come into the slice
         slot_now = slot_now == STAGES - 1 ? 0 : slot_now + 1;
@@ -372,7 +486,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
             const float share = weight_of(peak[m][tile_c_slot(i)], factor, anchor_of(highest, factor));
 #pragma unroll
             for (int d = 0; d < DIM_TILES; d++) {
-                merged[(warp * ALL_ROWS + row) * HEAD_DIM + 16 * d + tile_c_col(i)] = sum[m][d].x[i] * share;
+                merged[(warp * ALL_ROWS + row) * HEAD_DIM + dim_of(d, i)] = sum[m][d].x[i] * share;
             }
         }
     }

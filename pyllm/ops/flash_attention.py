@@ -29,6 +29,9 @@ MAX_SPLITS = 64
 NUM_COUNTERS = 1 << 14  # of LayerCache.counters
 WGMMA_ROWS = 128  # of a block
 WGMMA_ALIGNMENT = 1024  # bytes
+WGMMA_PANEL = 64  # elements
+WGMMA_STATIC = 1 << 10  # bytes of static shared memory beyond STATIC_SHARED
+MOST_STAGES = 7  # units of copies on their way
 STATIC_SHARED = 2 << 10  # bytes that the kernels need beside their tiles
 
 LOG2_E = 1.4426950408889634
@@ -309,16 +312,16 @@ def plan_flash_attention(
         block = (split["WARPS"] * target.warp_size,)
         source = "flash_attention_split"
         launches.append(KernelLaunch(source, source, grid, block, args, {**defines, **split}, shared))
-    if shape.longest > shape.few and target.arch == "sm_90" and kv_type.name == "f16" and head_dim % 64 == 0:
+    if shape.longest > shape.few and target.arch == "sm_90" and head_dim % 64 == 0:
         pack = _divisor(group, min(group, WGMMA_ROWS // 2))
-        slice_keys = next(keys for keys in (128, 64) if _wgmma_shared_bytes(head_dim, keys) <= _shared_limit(target))
-        grid = (num_heads // pack, -(-shape.longest // (WGMMA_ROWS // pack)), shape.num_seqs)
-        extents = map(np.int32, (kv_heads, *sizes, shape.few + 1))
-        args = (*rows, inputs.positions, inputs.cu_seqlens, *tables, out, *numbers, *extents)
-        defines |= {"PACK": pack, "SLICE": slice_keys}
-        shared = _wgmma_shared_bytes(head_dim, slice_keys)
-        source = "flash_attention_wgmma"
-        launches.append(KernelLaunch(source, source, grid, (384,), args, defines, shared, "sm_90a"))
+        cut, shared = _wgmma(kv_type, head_dim, _shared_limit(target) - WGMMA_STATIC)
+        tiles = num_heads // pack * -(-shape.longest // (WGMMA_ROWS // pack)) * shape.num_seqs
+        extents = map(np.int32, (shape.num_seqs, num_heads, kv_heads, *sizes, shape.few + 1))
+        indices = (inputs.positions, inputs.cu_seqlens, *tables, cache.counters)
+        args = (*rows, *indices, out, *numbers, *extents)
+        defines |= {"PACK": pack, **cut}
+        source, blocks = "flash_attention_wgmma", min(tiles, TARGET_BLOCKS)
+        launches.append(KernelLaunch(source, source, (blocks,), (384,), args, defines, shared, "sm_90a"))
     elif shape.longest > shape.few:
         tile = _tile(target, kv_type, head_dim)
         pack = _divisor(group, min(group, tile.rows() // 2))
@@ -332,9 +335,19 @@ def plan_flash_attention(
     return launches
 
 
-def _wgmma_shared_bytes(head_dim: int, slice_keys: int) -> int:
-    """The queries, and two slices of K and V."""
-    return WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * slice_keys)
+def _wgmma(kv_type: KVType, head_dim: int, limit: int) -> tuple[dict[str, int], int]:
+    """Compile-time extents of rawkernels/flash_attention_wgmma.cu, and bytes of its dynamic shared memory."""
+    slice_keys = 128 if WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * 128) <= limit else 64
+    tiles = WGMMA_ALIGNMENT + 2 * head_dim * (WGMMA_ROWS + 4 * slice_keys)  # the queries, and two slices of K and V
+    if kv_type.name == "f16":
+        return {"SLICE": slice_keys, "STAGES": 0}, tiles
+    blocks = WGMMA_PANEL // kv_type.block
+    stored = kv_type.row_bytes(WGMMA_PANEL) if kv_type.block == 1 else blocks * (kv_type.block_bytes - 2)
+    copies = slice_keys * head_dim // WGMMA_PANEL * stored // 16 // 128  # of a thread, of K or V
+    unit = next(size for size in (4, 3, 2, 1) if copies % size == 0)
+    unit_bytes = 128 * unit * (16 if kv_type.block == 1 else 20)
+    stages = min(MOST_STAGES, 2 * copies // unit + 1, (limit - tiles) // unit_bytes)
+    return {"SLICE": slice_keys, "STAGES": stages}, tiles + stages * unit_bytes
 
 
 def _split(
@@ -344,9 +357,13 @@ def _split(
     exact = int(tokens == 1)
     most_rows = (8 if exact else 16) * (2 if head_dim <= 128 else 1)
     split = {"HEADS": min(group, most_rows // tokens), "TOKENS": tokens, "EXACT": exact}
-    split["KEYS"] = 16 if head_dim > 64 or short else 32
+    direct = target.tiles == "mma" and kv_type.name != "f16" and head_dim % 64 == 0
+    split["KEYS"] = 16 if head_dim > 64 or short or direct else 32
+    split["DIRECT"] = int(direct)
     ahead = (2,) if short else (3, 2)  # slices in flight; a few warps with several do more than many with one
     sizes = [*itertools.product((8, 4, 2), ahead), *itertools.product((8, 4, 2, 1), (1,))]
+    if direct:  # rows take more registers than shared memory
+        sizes = [*itertools.product((8, 6), ahead), (4, 2), (3, 2), *sizes]
     if target.vendor == "hip":  # nothing is copied in the background there
         sizes = [(warps, 1) for warps in (8, 4, 2, 1)]
     for split["WARPS"], split["STAGES"] in sizes:
@@ -370,15 +387,16 @@ def _split_shared_bytes(kv_type: KVType, head_dim: int, split: dict[str, int]) -
     """Slices of K and V, and tiles of one; behind the loop all warps' sums, then the shares of all splits."""
     rows, terms = 2 * split["KEYS"], 2 if kv_type.name == "f32" and split["EXACT"] else 1
     tiles = terms * rows * 2 * (head_dim + 8)
+    converted = 0 if split["DIRECT"] else tiles
     if kv_type.name == "f16":
         slices = split["STAGES"] * tiles
     elif kv_type.block == 1:
-        slices = split["STAGES"] * rows * kv_type.row_bytes(head_dim) + tiles
+        slices = split["STAGES"] * rows * kv_type.row_bytes(head_dim) + converted
     else:
         scales = head_dim // kv_type.block * 2
         codes = head_dim // kv_type.block * kv_type.block_bytes - scales
         pieces = 1 if scales <= 16 and 16 % scales == 0 else 2
-        slices = split["STAGES"] * rows * (codes + 16 * pieces) + tiles
+        slices = split["STAGES"] * rows * (codes + 16 * pieces) + converted
     num_rows = _split_rows(split)
     return max(split["WARPS"] * max(slices, 4 * num_rows * head_dim), 4 * num_rows * (MAX_SPLITS + 1))
 

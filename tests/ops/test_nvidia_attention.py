@@ -29,6 +29,16 @@ CASES = (
     attention_case("f16", (290,), (40,), 4, 1, 128, stale=(3,)),
     attention_case("f16", (150,), (9,), 2, 1, 192),
     attention_case("f16", (150,), (9,), 2, 1, 256),
+    attention_case("f32", (290,), (40,), 4, 1, 128, stale=(3,)),
+    attention_case("f32", (150,), (9,), 2, 1, 192),
+    attention_case("bf16", (200, 1, 64, 133), (9, 1, 33, 100), 4, 2, 64),
+    attention_case("bf16", (150,), (9,), 2, 1, 256),
+    attention_case("q8_0", (290, 50), (40, 20), 4, 1, 128, stale=(3,)),
+    attention_case("q8_0", (400,), (70,), 4, 2, 64, AttentionParams(1 / 8, window=150), dtype=np.float16),
+    attention_case("q8_0", (150,), (9,), 2, 1, 192),
+    attention_case("q4_0", (290,), (40,), 4, 1, 128, dtype=np.float16),
+    attention_case("q4_0", (97,), (41,), 9, 3, 64, WINDOW, stale=(60,)),
+    attention_case("q4_0", (150,), (9,), 2, 1, 256),
 )
 LARGE_TILES = (
     attention_case("f16", (290,), (40,), 4, 1, 128, stale=(3,)),
@@ -37,6 +47,21 @@ LARGE_TILES = (
     attention_case("f16", (600, 9), (1, 1), 4, 1, 128, stale=(3,)),
     attention_case("q8_0", (600,), (1,), 8, 1, 128),
     attention_case("bf16", (300,), (1,), 4, 1, 256),
+)
+# Few queries over rows that lanes convert to what they supply to products.
+DIRECT = (
+    attention_case("f32", (300, 9), (1, 1), 4, 1, 64, stale=(3, 290)),
+    attention_case("f32", (120,), (1,), 9, 1, 128),
+    attention_case("f32", (65,), (3,), 4, 2, 64, WINDOW),
+    attention_case("bf16", (300, 1), (1, 1), 8, 2, 64, WINDOW, stale=(290,)),
+    attention_case("bf16", (200,), (1,), 2, 1, 192, dtype=np.float16),
+    attention_case("bf16", (65, 40), (4, 1), 9, 1, 64),
+    attention_case("q8_0", (300, 9), (1, 1), 6, 2, 64, stale=(3, 290)),
+    attention_case("q8_0", (150,), (1,), 2, 1, 192),
+    attention_case("q8_0", (90,), (6,), 4, 1, 128, AttentionParams(1.0, softcap=3.0)),
+    attention_case("q4_0", (300, 9), (1, 1), 6, 2, 64, stale=(3, 290)),
+    attention_case("q4_0", (150,), (1,), 2, 1, 256),
+    attention_case("q4_0", (150, 33), (2, 1), 4, 2, 128, stale=(140,)),
 )
 
 
@@ -70,3 +95,13 @@ def test_a_query_that_sees_nothing_gives_zeros(device: EmulatedDevice) -> None:
     record, out = run_case(device, case, case.draw(0))
     assert (out == 0).all()
     assert faults.count(record) == 9
+
+
+@pytest.mark.parametrize("case", DIRECT, ids=str)
+def test_rows_in_other_types_than_f16(device: EmulatedDevice, case: Case) -> None:
+    assert FLASH_ATTENTION.plan is not None
+    (launch,) = FLASH_ATTENTION.plan(device.target, *case.draw(0))
+    assert isinstance(launch, KernelLaunch)
+    assert (launch.source, launch.defines["DIRECT"]) == ("flash_attention_split", 1)
+    verdict = check_case(device, case)
+    assert verdict.passed, verdict
