@@ -92,13 +92,13 @@ def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: 
     def arguments(source: Source) -> Arguments:
         chosen = np.stack([source.rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
         weight = source.weight(qtype, experts, rows, row_elements)
-        out = source.unwritten(tokens, used, rows)
+        out = source.unwritten(tokens, used, rows, dtype=np.float16)
         lists = None
         if bm := expert_tile_rows(source.device.target, chosen.size, experts):
             filled = ExpertLists(np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32), bm)
             group_experts_ref(chosen, experts, filled)
             lists = ExpertLists(source.array(filled.array), bm)
-        return source.normal(tokens, 1, row_elements), source.array(chosen), weight, lists, out
+        return source.normal(tokens, 1, row_elements, dtype=np.float16), source.array(chosen), weight, lists, out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
         x, chosen, weight, _, out = arguments

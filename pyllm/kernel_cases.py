@@ -32,7 +32,6 @@ from pyllm.ops.flash_attention import (
     NUM_COUNTERS,
     AttentionParams,
     AttentionShape,
-    plan_flash_attention,
 )
 from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
 from pyllm.ops.gelu_mul import GELU_MUL
@@ -60,7 +59,7 @@ from pyllm.weight import Weight
 HALF = 2.0**-11  # relative error of a rounding to f16
 _EMULATED_TARGET = Target("host", "host", 32, "mma")
 _LIBRARY_TARGET = Target("cuda", "sm_90", 32, "mma")  # has further kernels; mul_mat may call a library ...
-_LIBRARY_PRODUCT = (2048, 1024, 4096)  # ... for a product of this size
+_LIBRARY_PRODUCT = (2048, 4096, 4096)  # ... for a product of this size
 _LARGEST_VALUE = 8.0  # of a random weight: beside the large error of an outlier all others would go unseen
 _DIFFERENT_BLOCKS = 1 << 14  # of a random weight
 
@@ -94,9 +93,14 @@ def ops_of_kernels() -> dict[str, set[str]]:
     x, out = np.empty((tokens, row_elements), np.float32), np.empty((tokens, rows), np.float32)
     for source, _ in _kernels(plan_mul_mat(_LIBRARY_TARGET, x, weight, scratch, out)):
         users.setdefault(source, set()).add(MUL_MAT.name)
-    prompt = attention_case("f16", (33,), (33,), 4, 2, 64).draw(0)
-    for source, _ in _kernels(plan_flash_attention(_LIBRARY_TARGET, *prompt)):
-        users.setdefault(source, set()).add(FLASH_ATTENTION.name)
+    for case in (
+        attention_case("f16", (33,), (33,), 4, 2, 64),
+        mul_mat_case(QuantType.Q8_0, 33, 8, 32),
+        mul_mat_id_case(QuantType.Q8_0, 33, 7, 3, 8, 32, 32, dtype=np.float16),
+    ):
+        assert case.op.plan is not None
+        for source, _ in _kernels(case.op.plan(_LIBRARY_TARGET, *case.draw(0))):
+            users.setdefault(source, set()).add(case.op.name)
     return users
 
 

@@ -71,7 +71,7 @@ def find_target(properties: dict[str, Any], is_hip: bool) -> Target:
         version = 10 * properties["major"] + properties["minor"]
         if version < OLDEST_CUDA:
             raise DeviceError(f"this GPU is sm_{version}; pyllm needs sm_{OLDEST_CUDA} or newer: use --device cpu")
-        return Target("cuda", f"sm_{version}", 32, "mma")
+        return Target("cuda", f"sm_{version}", 32, "mma", properties.get("multiProcessorCount", Target.multiprocessors))
     if shutil.which("hipcc") is None:
         raise DeviceError(
             "hipcc is not on PATH, which CuPy needs to compile kernels; install ROCm's, or use --device cpu"

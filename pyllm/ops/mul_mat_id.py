@@ -10,6 +10,7 @@ from pyllm.ops.check import check_array, require
 from pyllm.ops.group_experts import ExpertLists
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import Tile
+from pyllm.ops.product_wgmma import expert_tile, uses_wgmma
 from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 
@@ -40,6 +41,8 @@ def expert_tile_rows(target: Target | None, num_pairs: int, num_experts: int) ->
     if target.vendor != "cuda":
         return 64
     each = num_pairs // num_experts
+    if target.arch == "sm_90":
+        return 64 if each < 32 else 128 if each < 96 else 256
     return 32 if each <= 20 else 64 if each <= 96 else 128  # measured: BENCHMARKS.md
 
 
@@ -52,19 +55,19 @@ def plan_mul_mat_id(
     output, row_bytes = int(out.dtype == np.float16), np.int64(weight.row_bytes)
     if lists is None:
         return [vec_launch(target, x, experts, weight, weight, out)]
-    tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
     sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
-    return [
-        KernelLaunch(
-            "mul_mat_id",
-            "mul_mat_id_tile",
-            (-(-n // tile.bn), ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)),
-            (tile.threads,),
-            (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes)),
-            tile.defines(weight.qtype, x, output),
-            tile.shared_bytes(weight.qtype),
-        )
-    ]
+    args = (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes))
+    most_tiles = ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)
+    if uses_wgmma(target, weight.qtype) and x.dtype == np.float16:
+        large = expert_tile(lists.bm, weight.qtype)
+        blocks = min(most_tiles * -(-n // large.rows), target.multiprocessors * large.blocks)
+        source, shared = "mul_mat_id_wgmma", large.shared_bytes(weight.qtype)
+        defines = large.defines(weight.qtype, output)
+        return [KernelLaunch(source, source, (blocks,), (large.threads,), args, defines, shared, "sm_90a")]
+    tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
+    grid = (-(-n // tile.bn), most_tiles)
+    defines, shared = tile.defines(weight.qtype, x, output), tile.shared_bytes(weight.qtype)
+    return [KernelLaunch("mul_mat_id", "mul_mat_id_tile", grid, (tile.threads,), args, defines, shared)]
 
 
 def vec_launch(

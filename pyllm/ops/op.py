@@ -16,12 +16,14 @@ class Target:
         arch: "sm_90", "gfx1151", ...; "host" when emulated.
         warp_size: threads that run in step, 32 or 64.
         tiles: which matrix instructions: "mma" (NVIDIA), "wmma" (RDNA) or "mfma" (CDNA).
+        multiprocessors: how many there are; for plans whose blocks take turns.
     """
 
     vendor: str
     arch: str
     warp_size: int
     tiles: str
+    multiprocessors: int = 132
 
 
 @dataclass(frozen=True)

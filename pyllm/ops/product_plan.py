@@ -4,7 +4,7 @@ Three ways, chosen by shapes and target alone:
 
 * few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` says so, reads the packed weights once, of up to three
   matrices in one launch; it can normalise its input and put a gate behind its products;
-* more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies;
+* more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies, on Hopper `mul_mat_wgmma`;
 * large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
+from pyllm.ops.product_wgmma import uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
@@ -33,7 +34,8 @@ STAGES = 2  # units on their way to a warp
 SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory
 WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
 
-LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost
+LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost ...
+LIBRARY_WORK_WGMMA = 1 << 35  # ... and where `mul_mat_wgmma` is the other choice
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
 
 
@@ -124,14 +126,19 @@ def plan_products(target: Target, products: Products, scratch: Any) -> list[Kern
     if is_thin(products.num_tokens):
         return list(_thin_launches(target, products))
     launches: list[KernelLaunch | GemmLaunch] = []
-    column = 0
+    x, num_tokens, column = products.x, products.num_tokens, 0
+    if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
+        x, scratch = scratch[: x.size].reshape(x.shape), scratch[x.size :]
+        launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
     for weight in products.weights:
-        if uses_library(target, products.num_tokens, weight):
-            launches += _library_launches(products, weight, column, scratch)
+        out, columns = products.out.reshape(-1)[column:], products.out.shape[1]
+        output = Output.of(out, products.accumulate)
+        if uses_library(target, num_tokens, weight):
+            launches += _library_launches(x, products, weight, column, scratch)
+        elif uses_wgmma(target, weight.qtype):
+            launches.append(wgmma_launch(target, x, weight, out, columns, int(output)))
         else:
-            out = products.out.reshape(-1)[column:]
-            output = Output.of(out, products.accumulate)
-            launches.append(tile_launch(target, products.x, weight, out, products.out.shape[1], int(output)))
+            launches.append(tile_launch(target, products.x, weight, out, columns, int(output)))
         column += weight.shape[0]
     return launches
 
@@ -292,38 +299,38 @@ def _results_of_block(blocks: int, results: int, most: int) -> int:
 def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool:
     """Where decoding the weights to float16 and calling the library's product was measured to be faster than tiles:
     on NVIDIA, for products that outweigh two launches more. See BENCHMARKS.md."""
+    if target is None or target.vendor != "cuda" or is_thin(num_tokens):
+        return False
     n, k = weight.shape
-    return (
-        target is not None
-        and target.vendor == "cuda"
-        and not is_thin(num_tokens)
-        and num_tokens * n * k >= LIBRARY_WORK
-    )
+    return num_tokens * n * k >= (LIBRARY_WORK_WGMMA if uses_wgmma(target, weight.qtype) else LIBRARY_WORK)
+
+
+def _takes_half(target: Target | None, num_tokens: int, weight: Weight) -> bool:
+    """Whether a product has to have its x in float16."""
+    return uses_library(target, num_tokens, weight) or (not is_thin(num_tokens) and uses_wgmma(target, weight.qtype))
 
 
 def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[Weight], x_dtype: Any) -> int:
     """float16 elements of scratch that the launches need."""
-    sizes = [0]
+    decoded = [0]
     for weight in weights:
         n, k = weight.shape
         if uses_library(target, num_tokens, weight):
-            narrow = 0 if x_dtype == np.float16 else num_tokens
-            sizes.append((narrow + min(n, _rows_at_once(k))) * k)
-    return max(sizes)
+            decoded.append(min(n, _rows_at_once(k)) * k)
+    narrows = x_dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in weights)
+    return max(decoded) + (num_tokens * weights[0].shape[1] if narrows else 0)
 
 
 def _rows_at_once(k: int) -> int:
     return max(1, LIBRARY_SCRATCH // k)
 
 
-def _library_launches(products: Products, weight: Weight, column: int, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
-    """x and the weight as float16, the weight in pieces that fit into the scratch."""
-    x, num_tokens, (n, k) = products.x, products.num_tokens, weight.shape
+def _library_launches(
+    x: Any, products: Products, weight: Weight, column: int, scratch: Any
+) -> list[KernelLaunch | GemmLaunch]:
+    """The weight as float16, in pieces that fit into the scratch, times x in float16."""
+    n, k = weight.shape
     launches: list[KernelLaunch | GemmLaunch] = []
-    if x.dtype != np.float16:
-        narrow = scratch[: num_tokens * k].reshape(num_tokens, k)
-        launches.append(decode_launch(x, QuantType.F32, 4 * k, narrow))
-        x, scratch = narrow, scratch[num_tokens * k :]
     for first in range(0, n, _rows_at_once(k)):
         rows = min(n - first, _rows_at_once(k))
         decoded = scratch[: rows * k].reshape(rows, k)

@@ -68,6 +68,8 @@ class Tile:
             return cls(bm, 64, 64 if bm < 64 else 32, 256, 3, target.tiles == "mma" and staged)
         if target.vendor == "hip":
             return cls(bm, 128, 32, 256, 3, False)
+        if bm > 128:  # lists for Hopper's tiles, but x or weights in float32
+            return cls(bm, 64, 32, 256, 2, staged)
         tile = cls(bm, 128 if bm == 128 else 64, 64, 128, 2, staged)
         return tile if tile._runs_well(target, qtype) else replace(tile, bn=64)
 
@@ -98,11 +100,16 @@ class Tile:
 
     def shared_bytes(self, qtype: QuantType) -> int:
         """Dynamic shared memory: x, the decoded weight, and packed rows."""
-        block, pitch = FORMATS[qtype], self.bk + 8
+        pitch = self.bk + 8
         elements = self.x_stages * self.bm * pitch + (self.x_stages if qtype == COPIED else 2) * self.bn * pitch
-        chunk_bytes = (256 if block.block_size == 256 else 128) // block.block_size * block.block_bytes
-        pieces = (chunk_bytes + (15 if block.block_bytes % 16 else 0) + 15) // 16 | 1
-        return 2 * elements + (2 * self.bn * 16 * pieces if self.staged else 0)
+        return 2 * elements + (2 * self.bn * packed_pitch(qtype) if self.staged else 0)
+
+
+def packed_pitch(qtype: QuantType) -> int:
+    """Bytes of shared memory for a chunk of one packed row; PITCH in common/product_parts.cuh."""
+    block = FORMATS[qtype]
+    chunk_bytes = (256 if block.block_size == 256 else 128) // block.block_size * block.block_bytes
+    return 16 * ((chunk_bytes + (15 if block.block_bytes % 16 else 0) + 15) // 16 | 1)
 
 
 def tile_launch(target: Target, x: Any, weight: Weight, out: Any, out_columns: int, output: int = 0) -> KernelLaunch:

@@ -18,8 +18,8 @@
 //           through shared memory; OUTPUT: 0 float32, 1 float16 (saturated), 2 added to float32
 #pragma once
 #include "common/platform.cuh"
+#include "common/product_parts.cuh"
 #include "common/tile.cuh"
-#include "quants/decode.cuh"
 
 constexpr int LD = BK + 8;  // rows are padded against bank conflicts
 constexpr int WARPS = THREADS / WARP_SIZE;
@@ -29,7 +29,6 @@ constexpr int FM = BM / 16 / WARPS_M;
 constexpr int FN = BN / 16 / WARPS_N;
 static_assert(FM * WARPS_M * 16 == BM && FN * WARPS_N * 16 == BN, "warps divide the tile");
 
-constexpr bool COPIED = QTYPE == 1;  // rows that are f16 already are copied as they are
 constexpr int AHEAD = X_STAGES - 1;  // steps between asking for x and multiplying it
 constexpr int W_STAGES = COPIED ? X_STAGES : 2;
 
@@ -40,12 +39,7 @@ static_assert(X_GROUPS >= 1 && W_GROUPS >= 1, "every thread has something to loa
 constexpr int RUN = W_GROUPS < 4 ? 8 * W_GROUPS : 32;  // weights of one row that a thread decodes together
 constexpr int RUNS = BN * BK / RUN / THREADS;
 
-constexpr int CHUNK = BLOCK_SIZE == 256 ? 256 : 128;  // weights of a row that are copied together
 constexpr int CHUNK_STEPS = CHUNK / BK;
-constexpr int CHUNK_BYTES = CHUNK / BLOCK_SIZE * BLOCK_BYTES;
-// Copies begin at a multiple of 16 bytes, if need be before the row; an odd number of them keeps rows in different banks.
-constexpr int PIECES = (CHUNK_BYTES + (BLOCK_BYTES % 16 == 0 ? 0 : 15) + 15) / 16 | 1;
-constexpr int PITCH = 16 * PIECES;
 static_assert(!STAGED || CHUNK_STEPS >= AHEAD, "a chunk is needed so many steps after it was asked for");
 static_assert(X_STAGES == 2 || X_STAGES == 3, "one is multiplied, the others are on their way");
 
@@ -56,12 +50,6 @@ constexpr int W_TILE = BN * LD;
 typedef f16 x_t;
 #else
 typedef float x_t;
-#endif
-
-#if OUTPUT == 1
-typedef f16 out_t;
-#else
-typedef float out_t;
 #endif
 
 // A thread's share of a step of x.
@@ -124,22 +112,13 @@ struct ProductW {
 #if STAGED
         if (chunk * CHUNK >= K) return;
         const i64 begin = static_cast<i64>(chunk) * CHUNK_BYTES;
-        const i64 end = begin + CHUNK_BYTES < row_bytes ? begin + CHUNK_BYTES : row_bytes;
+        const i32 bytes = static_cast<i32>(min(row_bytes - begin, static_cast<i64>(CHUNK_BYTES)));
         u8* const target = chunks + chunk % 2 * BN * PITCH;
         // Four lanes to a row: their pieces are neighbours.
         const int lane = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll 1
         for (int n = static_cast<int>(threadIdx.x) / 4; n < BN; n += THREADS / 4) {
-            const u64 address = reinterpret_cast<u64>(row(n));
-            const u64 source = (address + begin) / 16 * 16 + 16 * lane;
-            const u64 last = address + end;
-            u8* const pieces = target + n * PITCH + 16 * lane;
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece += 4) {
-                if (source + 16 * piece < last && piece + lane < PIECES) {
-                    async_copy16(pieces + 16 * piece, reinterpret_cast<const void*>(source + 16 * piece));
-                }
-            }
+            request_packed(target + n * PITCH, row(n) + begin, bytes, lane);
         }
 #else
         (void)chunk;
@@ -170,23 +149,14 @@ struct ProductW {
             const int n = run / (BK / RUN), column = run % (BK / RUN) * RUN;
 #if STAGED
             const int chunk = static_cast<u32>(k0) / CHUNK;
-            const u32 skipped = BLOCK_BYTES % 16 == 0 ? 0 : (reinterpret_cast<u64>(row(n)) + chunk * CHUNK_BYTES) % 16;
-            const u8* const source = chunks + (chunk % 2 * BN + n) * PITCH + skipped;
+            const u8* const source = chunks + (chunk % 2 * BN + n) * PITCH + packed_offset(static_cast<u32>(reinterpret_cast<u64>(row(n))), chunk);
             const i32 k = static_cast<u32>(k0) % CHUNK + column;
 #else
             const u8* const source = row(n);
             const i32 k = k0 + column;
 #endif
             u32 pairs[RUN / 8][4];
-            if (k0 + column + RUN <= K) {
-                decode_run(source, k, pairs);
-            } else {
-#pragma unroll
-                for (int j = 0; j < RUN / 8; j++) {
-                    pairs[j][0] = pairs[j][1] = pairs[j][2] = pairs[j][3] = 0;
-                    if (k0 + column + 8 * j < K) decode8_half2(source, k + 8 * j, pairs[j]);
-                }
-            }
+            decode_some(source, k, K - k0 - column, pairs);
 #pragma unroll
             for (int j = 0; j < RUN / 8; j++) {
                 store16(tile + n * LD + column + 8 * j, u32x4{pairs[j][0], pairs[j][1], pairs[j][2], pairs[j][3]});
@@ -275,22 +245,6 @@ constexpr int TILE_C_SIDE = 1;
 #else
 constexpr int TILE_C_SIDE = 2;
 #endif
-
-struct alignas(8) f32x2 {
-    float x, y;
-};
-
-DEVICE void product_put(float* target, float value) { *target = OUTPUT == 2 ? *target + value : value; }
-DEVICE void product_put(f16* target, float value) { *target = to_f16_saturated(value); }
-
-DEVICE void product_put_pair(float* target, float first, float second) {
-    f32x2* const both = reinterpret_cast<f32x2*>(target);
-    const f32x2 before = OUTPUT == 2 ? *both : f32x2{0, 0};
-    *both = f32x2{before.x + first, before.y + second};
-}
-DEVICE void product_put_pair(f16* target, float first, float second) {
-    *reinterpret_cast<u32*>(target) = h2_pack_saturated(first, second);
-}
 
 template <typename RowOfOut>
 DEVICE void product_store(const FragC (&acc)[FM][FN], i32 num_rows, const RowOfOut& row_of_out) {

@@ -1,9 +1,11 @@
 // tile_wgmma_cuda: the instructions of sm_90a.
 #pragma once
 
-// One block to a multiprocessor: registers move from one part of its warps to another.
+// One block to a multiprocessor, unless the kernel says otherwise: registers move from one part of its warps to another.
+#if !defined(KERNEL_MIN_BLOCKS)
 #undef KERNEL
 #define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads, 1)
+#endif
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -41,21 +43,64 @@ DEVICE void wgmma_pin(float (&c)[N]) {
     "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
     "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
+#define WGMMA_T0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_T1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_T2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_T3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_T4 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_T5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_T6 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_T7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// `sums`: N / 2 of them, whose names are `text`; the operands behind them are a, b and add.
+#define WGMMA_COLUMNS(n, text, at_a, at_b, at_add, ...)                                                       \
+    asm volatile("{.reg .pred add; setp.ne.b32 add, %" at_add ", 0;\n"                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" text "}, %" at_a ", %" at_b         \
+                 ", add, 1, 1, 0, 0;}"                                                                        \
+                 : __VA_ARGS__                                                                                \
+                 : "l"(a), "l"(b), "r"((int)add))
+
 template <int N>
 DEVICE void wgmma_columns(float* c, u64 a, u64 b, bool add) {
-    static_assert(N == 64 || N == 128, "there is no product of this width here");
-    if constexpr (N == 64) {
-        asm volatile(
-            "{.reg .pred add; setp.ne.b32 add, %34, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " WGMMA_R32 ", %32, %33, add, 1, 1, 0, 0;}"
-            : WGMMA_C32(c)
-            : "l"(a), "l"(b), "r"((int)add));
-    } else {
-        asm volatile(
-            "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " WGMMA_R64 ", %64, %65, add, 1, 1, 0, 0;}"
-            : WGMMA_C64(c)
-            : "l"(a), "l"(b), "r"((int)add));
+    static_assert(N % 32 == 0 && N > 0 && N <= 256, "there is no product of this width here");
+    if constexpr (N == 32) {
+        WGMMA_COLUMNS("32", WGMMA_T0, "16", "17", "18", WGMMA_C16(c, 0));
+    } else if constexpr (N == 64) {
+        WGMMA_COLUMNS("64", WGMMA_T0 ", " WGMMA_T1, "32", "33", "34", WGMMA_C16(c, 0), WGMMA_C16(c, 16));
+    } else if constexpr (N == 96) {
+        WGMMA_COLUMNS("96",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2,
+                      "48", "49", "50",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32));
+    } else if constexpr (N == 128) {
+        WGMMA_COLUMNS("128",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3,
+                      "64", "65", "66",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48));
+    } else if constexpr (N == 160) {
+        WGMMA_COLUMNS("160",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3 ", " WGMMA_T4,
+                      "80", "81", "82",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48),
+                      WGMMA_C16(c, 64));
+    } else if constexpr (N == 192) {
+        WGMMA_COLUMNS("192",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3 ", " WGMMA_T4 ", " WGMMA_T5,
+                      "96", "97", "98",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48),
+                      WGMMA_C16(c, 64), WGMMA_C16(c, 80));
+    } else if constexpr (N == 224) {
+        WGMMA_COLUMNS("224",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3 ", " WGMMA_T4 ", " WGMMA_T5 ", " WGMMA_T6,
+                      "112", "113", "114",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48),
+                      WGMMA_C16(c, 64), WGMMA_C16(c, 80), WGMMA_C16(c, 96));
+    } else if constexpr (N == 256) {
+        WGMMA_COLUMNS("256",
+                      WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3 ", " WGMMA_T4 ", " WGMMA_T5 ", " WGMMA_T6 ", " WGMMA_T7,
+                      "128", "129", "130",
+                      WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48),
+                      WGMMA_C16(c, 64), WGMMA_C16(c, 80), WGMMA_C16(c, 96), WGMMA_C16(c, 112));
     }
 }
 
@@ -74,6 +119,9 @@ DEVICE void wgmma_rows(float* c, const u32* a, u64 b) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }
 }
+
+// Keeps the compiler from computing ahead, in more registers, what follows from a value.
+DEVICE void forget_origin(u32& value) { asm volatile("" : "+r"(value)); }
 
 // Registers of a thread of this warpgroup from here on; all four warps come here.
 template <int N>

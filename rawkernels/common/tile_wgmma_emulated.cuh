@@ -4,6 +4,7 @@
 //
 // A thread that waits for another part of the block gives way in a ballot, so whole warps come to all of these together.
 #pragma once
+#include "common/tile.cuh"
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - pyllm_emulation->dynamic_shared); }
 
@@ -64,6 +65,7 @@ DEVICE void wgmma_rows(float* c, const u32* a, u64 b) {
     }
 }
 
+DEVICE void forget_origin(u32& value) { (void)value; }
 template <int N>
 DEVICE void fewer_registers() {}
 template <int N>

@@ -1,0 +1,156 @@
+"""Tiles of products on Hopper's matrix instructions: sizes, shared memory and defines for
+rawkernels/common/product_wgmma.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pyllm.ops.op import KernelLaunch, Target
+from pyllm.ops.product_tile import COPIED, packed_pitch
+from pyllm.quants import QuantType
+from pyllm.weight import Weight
+
+ALIGNMENT = 1024  # bytes
+BK = 64
+SHARED_OF_BLOCK, SHARED_OF_ALL = 227 << 10, 228 << 10  # bytes: at most, and of all blocks of a multiprocessor
+RESERVED = 1 << 10  # bytes of each block that are the system's
+STATIC_SHARED = 256  # bytes: the kernel's signals
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """How a product is cut up.
+
+    Attributes:
+        rows, tokens: rows of the weight and of x that a block works on at a time.
+        grain: products are computed for tokens up to the next multiple of this.
+        x_stages, w_stages: steps of 64 elements of both in shared memory.
+        consumers, decoders: groups of four warps that multiply, and that decode; without the latter weights are copied
+            as they are. One more copies x.
+        blocks: that share a multiprocessor.
+        costs: what a step takes, in ns, where 1, 2, .. `blocks` blocks share a multiprocessor; see BENCHMARKS.md.
+    """
+
+    rows: int
+    tokens: int
+    grain: int = 64
+    x_stages: int = 4
+    w_stages: int = 4
+    consumers: int = 2
+    decoders: int = 2
+    blocks: int = 1
+    costs: tuple[int, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + self.decoders + 1)
+
+    def defines(self, qtype: QuantType, output: int) -> dict[str, int]:
+        """Macros of common/product_wgmma.cuh.
+
+        Args:
+            output: as in `wgmma_launch`.
+        """
+        return {
+            "QTYPE": int(qtype),
+            "ROWS": self.rows,
+            "TOKENS": self.tokens,
+            "GRAIN": self.grain,
+            "X_STAGES": self.x_stages,
+            "W_STAGES": self.w_stages,
+            "CONSUMERS": self.consumers,
+            "DECODERS": self.decoders,
+            "BLOCKS": self.blocks,
+            "OUTPUT": output,
+        }
+
+    def shared_bytes(self, qtype: QuantType) -> int:
+        """Dynamic shared memory: x and the decoded weight of all stages, and packed rows."""
+        stages = 2 * BK * (self.x_stages * self.tokens + self.w_stages * self.rows)
+        return ALIGNMENT + stages + (0 if qtype == COPIED else 2 * self.rows * packed_pitch(qtype))
+
+    def fits(self, qtype: QuantType) -> bool:
+        """Whether a multiprocessor has the shared memory for its blocks."""
+        block = self.shared_bytes(qtype) + STATIC_SHARED
+        return block <= SHARED_OF_BLOCK and self.blocks * (block + RESERVED) <= SHARED_OF_ALL
+
+    def num_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """How many a product has."""
+        return -(-num_tokens // self.tokens) * -(-num_rows // self.rows)
+
+    def cost(self, num_tokens: int, num_rows: int, multiprocessors: int) -> int:
+        """About how long all waves of blocks take, in ns per step of K."""
+        waves, rest = divmod(self.num_tiles(num_tokens, num_rows), multiprocessors * self.blocks)
+        return waves * self.costs[-1] + (self.costs[-(-rest // multiprocessors) - 1] if rest else 0)
+
+
+def uses_wgmma(target: Target | None, qtype: QuantType) -> bool:
+    """Whether products of many tokens are these: on Hopper, unless weights are float32."""
+    return target is not None and target.arch == "sm_90" and qtype != QuantType.F32
+
+
+TILES = (
+    WgmmaTile(128, 256, x_stages=4, w_stages=3, costs=(1010,)),
+    WgmmaTile(128, 128, x_stages=4, w_stages=4, costs=(660,)),
+    WgmmaTile(128, 64, x_stages=4, w_stages=4, costs=(530,)),
+    WgmmaTile(64, 128, x_stages=3, w_stages=3, consumers=1, decoders=1, blocks=2, costs=(450, 750)),
+    WgmmaTile(64, 64, x_stages=4, w_stages=4, consumers=1, decoders=1, blocks=2, costs=(360, 580)),
+)
+EXPERT_TOKENS = (32, 64, 128, 256)  # that lists of experts may have in a tile
+
+
+def product_tile(target: Target, num_tokens: int, num_rows: int, qtype: QuantType) -> WgmmaTile:
+    """The tile for a product: that whose waves of blocks take the least time."""
+    return for_type(min(TILES, key=lambda tile: tile.cost(num_tokens, num_rows, target.multiprocessors)), qtype)
+
+
+def expert_tile(bm: int, qtype: QuantType) -> WgmmaTile:
+    """The tile for products of one expert each; `bm` is that of their lists."""
+    return for_type(WgmmaTile(128, bm, grain=32, x_stages=4, w_stages=4 if bm <= 128 else 3), qtype)
+
+
+def for_type(tile: WgmmaTile, qtype: QuantType) -> WgmmaTile:
+    """A tile for a block type: weights that are copied as they are need no decoders and no room for packed rows; where
+    packed rows are large, fewer steps of x have to do."""
+    if qtype == COPIED:
+        return replace(tile, decoders=0, x_stages=4, w_stages=4)
+    while not tile.fits(qtype):
+        tile = replace(tile, x_stages=tile.x_stages - 1)
+    return tile
+
+
+def wgmma_launch(
+    target: Target,
+    x: Any,
+    weight: Weight,
+    out: Any,
+    out_columns: int,
+    output: int = 0,
+    tile: WgmmaTile | None = None,
+) -> KernelLaunch:
+    """x times a weight by `mul_mat_wgmma`.
+
+    Args:
+        x: [num_tokens, in_features] float16.
+        out: the products' first element and all behind it, float32 or float16.
+        out_columns: elements from one row of out to the next.
+        output: 0: float32, 1: float16, 2: added to float32.
+        tile: another one than `product_tile` has for the shapes.
+    """
+    (num_tokens, k), n = x.shape, weight.shape[0]
+    tile = tile or product_tile(target, num_tokens, n, weight.qtype)
+    blocks = min(tile.num_tiles(num_tokens, n), target.multiprocessors * tile.blocks)
+    sizes = map(np.int32, (num_tokens, n, k, out_columns))
+    return KernelLaunch(
+        "mul_mat_wgmma",
+        "mul_mat_wgmma",
+        (blocks,),
+        (tile.threads,),
+        (x, weight.array, out, np.int64(weight.row_bytes), *sizes),
+        tile.defines(weight.qtype, output),
+        tile.shared_bytes(weight.qtype),
+        "sm_90a",
+    )

@@ -1,0 +1,161 @@
+"""Products emulated with the plans that Hopper gets: mul_mat_wgmma and mul_mat_id_wgmma."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyllm.device.emulated import EmulatedDevice
+from pyllm.kernel_cases import HALF, linear_case, mul_mat_case, mul_mat_id_case
+from pyllm.kernel_check import Case, check_case
+from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.product_plan import Gate
+from pyllm.ops.product_wgmma import (
+    EXPERT_TOKENS,
+    TILES,
+    WgmmaTile,
+    expert_tile,
+    for_type,
+    product_tile,
+    uses_wgmma,
+    wgmma_launch,
+)
+from pyllm.quants import FORMATS, GPU_TYPES, QuantType
+
+HOPPER = Target("cuda", "sm_90", 32, "mma")
+TYPES = sorted(qtype for qtype in GPU_TYPES if qtype != QuantType.F32)
+
+
+@pytest.fixture(params=["emulated-32"])  # a name of a life: tests/conftest.py thins out rare block types
+def device() -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice(32, "mma")
+    device.target = replace(device.target, arch="sm_90")
+    yield device
+    device.close()
+
+
+def sources(device: EmulatedDevice, case: Case) -> list[tuple[str, str]]:
+    assert case.op.plan is not None
+    launches = case.op.plan(device.target, *case.draw(0))
+    return [(launch.source, launch.arch) for launch in launches if isinstance(launch, KernelLaunch)]
+
+
+def check(device: EmulatedDevice, case: Case, source: str = "mul_mat_wgmma") -> None:
+    assert (source, "sm_90a") in sources(device, case)
+    verdict = check_case(device, case, repeats=1)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_all_block_types(device: EmulatedDevice, qtype: QuantType) -> None:
+    """Rows that end within a step, or within a run of 32 where the blocks allow it."""
+    row_elements = {1: 104, 256: 512}.get(FORMATS[qtype].block_size, 288 if FORMATS[qtype].block_size == 32 else 320)
+    check(device, mul_mat_case(qtype, 35, 97, row_elements))
+
+
+def in_tile(case: Case, tile: WgmmaTile, dtype: type = np.float32) -> Case:
+    """A product of float16 in this tile, not in that of the plan."""
+
+    def plan(target: Target, x: Any, weight: Any, scratch: Any, out: Any) -> list[KernelLaunch]:
+        return [wgmma_launch(target, x, weight, out, out.shape[1], int(out.dtype == np.float16), tile)]
+
+    def arguments(rng: np.random.Generator) -> tuple[Any, ...]:
+        x, weight, _, out = case.arguments(rng)
+        return x.astype(np.float16), weight, None, out.astype(dtype)
+
+    floor = HALF if dtype == np.float16 else case.floor
+    return replace(case, op=Op("mul_mat", case.op.reference, plan), arguments=arguments, floor=floor)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows} x {tile.tokens}")
+@pytest.mark.parametrize("qtype", [QuantType.F16, QuantType.Q4_K, QuantType.Q6_K], ids=lambda qtype: qtype.name)
+def test_tiles_of_plans(device: EmulatedDevice, tile: WgmmaTile, qtype: QuantType) -> None:
+    """The last tile of tokens and of rows is a part; more steps than stages; blocks that take turns."""
+    case = mul_mat_case(qtype, tile.tokens + 9, 2 * tile.rows - 31, 520 if qtype == QuantType.F16 else 512)
+    verdict = check_case(device, in_tile(case, for_type(tile, qtype)), repeats=2)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 200])
+def test_only_the_tokens_that_there_are_cost_time(device: EmulatedDevice, tokens: int) -> None:
+    case = mul_mat_case(QuantType.Q8_0, tokens, 70, 96)
+    verdict = check_case(device, in_tile(case, TILES[0], np.float16), repeats=1)
+    assert verdict.passed, verdict
+
+
+def test_rows_that_are_not_aligned_to_pairs(device: EmulatedDevice) -> None:
+    """Neighbours in one output: an odd column to begin with, an odd distance from row to row."""
+    check(device, linear_case((QuantType.Q4_K, QuantType.Q8_0), (33, 130), 35, 256, bias=True))
+
+
+LINEAR_CASES = (
+    linear_case((QuantType.Q6_K, QuantType.Q8_0), (40, 40), 35, 256, norm=True, gate=Gate.SILU),
+    linear_case((QuantType.Q4_K,), (97,), 200, 256, dtype=np.float16, accumulate=True),
+    linear_case((QuantType.F16,), (98,), 70, 72, accumulate=True),
+    linear_case((QuantType.Q4_K, QuantType.F32), (40, 24), 35, 256),
+)
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
+def test_linear(device: EmulatedDevice, case: Case) -> None:
+    check(device, case)
+
+
+EXPERT_CASES = (
+    mul_mat_id_case(QuantType.Q4_K, 33, 7, 3, 97, 512, 64, dtype=np.float16),
+    mul_mat_id_case(QuantType.Q8_0, 9, 30, 3, 130, 96, 32, shared_input=False, dtype=np.float16),
+    mul_mat_id_case(QuantType.F16, 65, 5, 2, 97, 104, 128, dtype=np.float16),
+    mul_mat_id_case(QuantType.Q6_K, 170, 3, 2, 140, 256, 128, dtype=np.float16),
+    mul_mat_id_case(QuantType.IQ2_XS, 170, 3, 2, 140, 256, 256, dtype=np.float16),
+)
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
+def test_experts(device: EmulatedDevice, case: Case) -> None:
+    """Experts that nobody chose, tiles that end early, more blocks than tiles."""
+    check(device, case, "mul_mat_id_wgmma")
+
+
+def test_experts_in_float32_take_the_other_kernel(device: EmulatedDevice) -> None:
+    for case in (
+        mul_mat_id_case(QuantType.Q8_0, 70, 3, 2, 65, 96, 256),
+        mul_mat_id_case(QuantType.F32, 70, 3, 2, 65, 96, 256, dtype=np.float16),
+    ):
+        assert sources(device, case) == [("mul_mat_id", "")]
+        verdict = check_case(device, case, repeats=1)
+        assert verdict.passed, verdict
+
+
+def test_only_hopper_gets_these() -> None:
+    for arch, wanted in (("sm_90", True), ("sm_89", False), ("sm_100", False), ("gfx942", False)):
+        assert uses_wgmma(replace(HOPPER, arch=arch), QuantType.Q4_K) == wanted
+    assert not uses_wgmma(HOPPER, QuantType.F32)
+    assert not uses_wgmma(None, QuantType.Q4_K)
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_tiles_fit_into_shared_memory(qtype: QuantType) -> None:
+    tiles = [
+        product_tile(HOPPER, tokens, rows, qtype) for tokens in (33, 65, 129, 257, 2048) for rows in (8, 4096, 150_000)
+    ]
+    tiles += [expert_tile(bm, qtype) for bm in EXPERT_TOKENS]
+    assert all(tile.fits(qtype) and tile.x_stages >= 2 for tile in tiles)
+
+
+def test_tiles_that_were_the_fastest_on_an_h200() -> None:
+    """Of those in BENCHMARKS.md."""
+    for num_tokens, num_rows, fastest in (
+        (2048, 14336, (128, 256)),
+        (512, 14336, (128, 256)),
+        (128, 14336, (128, 128)),
+        (2048, 4096, (128, 256)),
+        (512, 4096, (128, 128)),
+        (256, 4096, (64, 128)),
+        (64, 4096, (64, 64)),
+    ):
+        tile = product_tile(HOPPER, num_tokens, num_rows, QuantType.Q4_K)
+        assert (tile.rows, tile.tokens) == fastest, (num_tokens, num_rows)
