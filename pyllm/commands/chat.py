@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +204,7 @@ class Chat:
         self._ended = False
         self._attachments = Attachments(lambda text: len(llm.tokenize(text, add_special=False)))
         self._status = status_text(0, llm.ctx_size, 0, 0, 0.0)
-        self._shows_status = False
+        self._editor: Editor | None = None
         self.commands: dict[str, Callable[[str], None]] = {
             "/read": self._attachments.read,
             **self.sessions.table(),
@@ -222,7 +223,7 @@ class Chat:
     def run(self, editor: Editor) -> int:
         """Answer line after line; returns the exit status."""
         note("Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /help lists commands")
-        self._shows_status = editor.shows_status
+        self._editor = editor
         warned = False
         while not self._ended:
             try:
@@ -276,7 +277,8 @@ class Chat:
         messages, answers = self.conversation.asking(question), self.conversation.answers()
         answer = Answer()
         view = AnswerView(self._think.hides)
-        with ctrl_c_ends_generation(self._llm) as until_pressed:
+        typing = nullcontext() if self._editor is None else self._editor.while_answering()
+        with typing, ctrl_c_ends_generation(self._llm) as until_pressed:
             thoughtful = ThoughtfulAnswer(self._llm, messages, params, self._think.limit, answers, view.prefill)
             answer.collect_parts(until_pressed(thoughtful.parts()), view)
         self._answers += 1
@@ -301,7 +303,7 @@ class Chat:
         timings = Timings.of(0.0, stats)
         rate = timings.decode_tokens_per_second
         self._status = status_text(used, size, stats["prompt_tokens"], stats.get("cached_tokens", 0), rate)
-        if not self._shows_status:
+        if self._editor is None or not self._editor.shows_status:
             note(f"{summary(stats, timings)}; {used} of {size} tokens of context used")
 
     def _advice(self, full: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +46,9 @@ class Editor(Protocol):
             KeyboardInterrupt: Ctrl-C.
             UnicodeError: what was typed is not of the terminal's encoding.
         """
+
+    def while_answering(self) -> AbstractContextManager[None]:
+        """Around what is shown meanwhile: what is typed then is for the next `read`."""
 
 
 def at_terminal() -> bool:

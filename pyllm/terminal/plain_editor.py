@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from pyllm.terminal.blocks import block_content, is_whole_block, opens_block
 from pyllm.terminal.editor import MARKER, MORE, Line
@@ -23,6 +23,9 @@ class PlainEditor:
         if is_block or is_whole_block(text):
             return Line(block_content(text), is_message=True)
         return Line(text)
+
+    def while_answering(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def read_line(marker: str) -> str:

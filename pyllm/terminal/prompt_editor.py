@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +29,7 @@ from pyllm.terminal.completion import completions
 from pyllm.terminal.editor import MARKER, MORE, Line
 from pyllm.terminal.history import HistoryFile
 from pyllm.terminal.style import has_styles
+from pyllm.terminal.type_ahead import held_back
 
 _STYLE = Style.from_dict({"status": "dim"})
 _NO_STYLE = Style.from_dict({})
@@ -71,6 +72,9 @@ class PromptEditor:
         if is_whole_block(text) and (self._in_block or "\n" not in text):
             return Line(block_content(text), is_message=True)
         return Line(text, is_message="\n" in text.strip())
+
+    def while_answering(self) -> AbstractContextManager[None]:
+        return held_back()
 
     def _put_status_below(self) -> None:
         """A toolbar of prompt_toolkit's own would ask the terminal where its cursor is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 
 from pyllm.terminal.editor import Line
@@ -24,6 +26,9 @@ class FakeEditor:
         if isinstance(entered, Line):
             return entered
         raise entered
+
+    def while_answering(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *typed: Typed) -> None:

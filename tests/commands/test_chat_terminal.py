@@ -342,3 +342,27 @@ def test_a_terminal_that_knows_lines_only(start: Start) -> None:
     shown = terminal.ask("Hello")
     context_used(shown)
     assert "\x1b" not in shown
+
+
+def test_a_paste_while_an_answer_is_shown(start: Start) -> None:
+    paste = "\x1b[200~" + "one two\r\n" * 2000 + "three\x1b[201~"
+    terminal = start("--temp", 0, "--ignore-eos", "-n", 300)
+    terminal.type("Hello\r")
+    terminal.wait_for(is_answering)
+    terminal.type(paste)
+    shown = terminal.wait_for(lambda shown: b"three" in shown)
+    assert "200~" not in visible(shown.encode()).decode()
+    terminal.type("\r")
+    held = re.search(r"the prompt has (\d+) tokens", terminal.wait_for(AT_PROMPT.search))
+    typed = re.search(r"the prompt has (\d+) tokens", terminal.ask(paste))
+    assert held is not None and typed is not None and held[1] == typed[1]
+
+
+def test_sigterm_while_an_answer_is_shown(start: Start) -> None:
+    terminal = start("--temp", 0, "--ignore-eos")
+    terminal.type("Hello\r")
+    terminal.wait_for(is_answering)
+    assert not termios.tcgetattr(terminal.terminal)[3] & termios.ECHO
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == -signal.SIGTERM
+    assert termios.tcgetattr(terminal.terminal)[3] & termios.ECHO
