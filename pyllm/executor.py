@@ -422,6 +422,13 @@ class Executor:
             return None
         return CapturedStep(graph, arrays)
 
+    def forget_recordings(self) -> None:
+        """Drop all recordings: the model computes something else from here on."""
+        self._retire(list(self._captured.values()))
+        self._captured.clear()
+        self._warm.clear()
+        self._plain.clear()
+
     def _retire(self, steps: list[CapturedStep]) -> None:
         """Keep recordings until the device is done with them."""
         self._outdated.append((self.device.record(), steps))

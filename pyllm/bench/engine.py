@@ -8,7 +8,8 @@ module of the benchmark that reaches into the engine for that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyllm.bench.plan import Point
 from pyllm.errors import PyllmError
 from pyllm.kv_cache import SequenceKV
 from pyllm.llm import LLM
+from pyllm.models.decoder import Decoder
 from pyllm.request import Request
 from pyllm.sampling import Sampled, Sampler, SamplingParams
 
@@ -83,6 +85,19 @@ class EngineUnderTest:
     def kv_bytes_per_row(self) -> float:
         """Device memory of the K/V rows of one token, tags included."""
         return self._cache.num_bytes / (self._cache.num_pages * self._cache.page_size)
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Let the model end after some of its layers for a while. Rows of sequences from before are of no use then."""
+        executor, model = self.llm._executor, self.llm._executor.model
+        assert isinstance(model, Decoder)
+        model.num_run = count
+        executor.forget_recordings()
+        try:
+            yield
+        finally:
+            model.num_run = model.config.num_layers
+            executor.forget_recordings()
 
     # sequences whose beginning is done
 

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pyllm.bench.accuracy import Figure, compare
+import numpy as np
+
+from pyllm.bench.accuracy import LAYERS_WITH_EXPERTS, Figure, compare
 from pyllm.bench.ceilings import Ceilings, measure_ceilings
 from pyllm.bench.engine import EngineUnderTest, Prefix
 from pyllm.bench.plan import Plan, Point, Row
@@ -37,6 +39,7 @@ class ModelFacts:
         num_bytes: of all tensors.
         types: number of tensors of each block type, the one with most bytes first.
         context_length: tokens that it was trained for.
+        num_layers: of the main pass.
         recurrent: some layers keep a state instead of rows.
     """
 
@@ -44,6 +47,7 @@ class ModelFacts:
     num_bytes: int
     types: dict[str, int]
     context_length: int
+    num_layers: int
     traffic: Traffic
     recurrent: bool = False
 
@@ -71,6 +75,7 @@ def read_model(path: Path) -> ModelFacts:
             sum(map(sum, sizes.values())),
             {name: len(of_type) for name, of_type in ordered},
             config.context_length,
+            config.num_layers,
             traffic_of(gguf),
             gguf.arch_key("ssm.state_size") in gguf.metadata,
         )
@@ -225,20 +230,29 @@ class Session:
 
     def _check_answers(self, engine: EngineUnderTest, results: Results) -> None:
         self.progress(0, self._num_steps, "checking the answers")
+        has_experts = self.model.traffic.expert_bytes > 0
+        layers = min(self.model.num_layers, LAYERS_WITH_EXPERTS if has_experts else self.model.num_layers)
+        where = "" if layers == self.model.num_layers else f", behind {layers} of {self.model.num_layers} layers"
+        with engine.first_layers(layers):
+            tokens, decode, prefill = self._decode_and_prefill(engine)
+        results.figures.append(compare(f"decode against prefill{where}", decode, prefill, has_experts))
+        if self._compares_with_cpu(engine.llm.device_name):
+            options = EngineOptions(ctx_size=len(tokens) + 1, kv_type=self.options.kv_type)
+            cpu = LLM.with_options(self.model.path, open_device("cpu"), options)
+            with cpu, EngineUnderTest(cpu).first_layers(layers):
+                expected = cpu.logits(tokens)[-len(decode) :, : decode.shape[1]]
+            results.figures.append(compare(f"prefill against the CPU{where}", prefill, expected, has_experts))
+            results.figures.append(compare(f"decode against the CPU{where}", decode, expected, has_experts))
+
+    def _decode_and_prefill(self, engine: EngineUnderTest) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Tokens, and the logits of the last ones as they are decoded and as a prompt."""
         depth = CHECKED_DEPTH if engine.llm.ctx_size >= _CHECKED_CONTEXT else 0
         prefix = engine.lengthen(Prefix([], None), depth)
         tokens = [*prefix.token_ids, *engine.random_tokens(min(CHECKED_TOKENS, engine.llm.ctx_size - 1))]
         decode = engine.decoded_rows(prefix, tokens[depth:])
         engine.drop(prefix)
-        rows, columns = slice(depth, None), slice(decode.shape[1])  # columns that have a text
-        prefill = engine.llm.logits(tokens)[rows, columns]
-        results.figures.append(compare("decode against prefill", decode, prefill))
-        if self._compares_with_cpu(engine.llm.device_name):
-            options = EngineOptions(ctx_size=len(tokens) + 1, kv_type=self.options.kv_type)
-            with LLM.with_options(self.model.path, open_device("cpu"), options) as cpu:
-                expected = cpu.logits(tokens)[rows, columns]
-            results.figures.append(compare("prefill against the CPU", prefill, expected))
-            results.figures.append(compare("decode against the CPU", decode, expected))
+        columns = slice(decode.shape[1])  # those that have a text
+        return tokens, decode, engine.llm.logits(tokens)[depth:, columns]
 
     def _compares_with_cpu(self, device_name: str) -> bool:
         if self.reference == "auto":

@@ -64,6 +64,7 @@ class Decoder:
     Attributes:
         config: sizes.
         vocab_size: columns of the logits.
+        num_run: blocks that are run: all, or the first ones only, to see how errors grow (`pyllm bench`).
     """
 
     pairing: ClassVar[RopePairing]
@@ -80,6 +81,7 @@ class Decoder:
 
     def __init__(self, gguf: GGUFModel, config: TransformerConfig, rope: RopePlan, weights: Weights, device: Device):
         self.config = config
+        self.num_run = config.num_layers
         self.vocab_size = config.vocab_size
         self.weights = weights
         self._embedding = weights.matrix("token_embd.weight")
@@ -224,8 +226,8 @@ class Decoder:
         x = batch.workspace.array("x", (batch.num_tokens, c.hidden_size))
         get_rows(device, self._embedding, batch.inputs.token_ids[: batch.num_tokens], x, self._embedding_scale)
         tables = self._rope_tables(device, batch)
-        for index, layer in enumerate(self._layers):
-            last = index == c.num_layers - 1
+        for index, layer in enumerate(self._layers[: self.num_run]):
+            last = index == self.num_run - 1
             mixed = self._mix(device, batch, index, x, tables[self._rope_plan.of_layer[index]])
             if mixed is None:
                 return None
@@ -242,7 +244,7 @@ class Decoder:
         """The first half of a block before its output projection: [num_tokens, num_heads * value_length]; None in the
         last block of a ubatch without outputs, of which the K/V rows are all that counts."""
         q = self._attention_inputs(device, batch, index, self._layers[index], x, table)
-        if index == self.config.num_layers - 1 and not batch.num_outputs:
+        if index == self.num_run - 1 and not batch.num_outputs:
             return None
         return self._attend(device, batch, index, q)
 

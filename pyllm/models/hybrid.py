@@ -176,4 +176,4 @@ class HybridDecoder(Decoder):
         assert batch.cache.recurrent is not None
         state = batch.cache.recurrent.layers[self._states[index]]
         mixed = self._deltas[index].forward(device, batch, x, norm, state)
-        return None if index == self.config.num_layers - 1 and not batch.num_outputs else mixed
+        return None if index == self.num_run - 1 and not batch.num_outputs else mixed

@@ -20,8 +20,9 @@ from pyllm.gguf_split import open_model
 from pyllm.llm import LLM
 from pyllm.quants import QuantType
 from pyllm.sampling import SamplingParams
+from pyllm.synth.shapes import DecoderShape
 from pyllm.synth.writer import write_model
-from tests.tiny_shape import TINY, TINY_EXPERTS
+from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_HYBRID_EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,29 @@ def test_comparisons() -> None:
         off[0, 0] = wrong
         assert not compare("a", off, reference).passed
     assert "5 of 5 top tokens equal" in str(compare("a", reference, reference))
+
+
+def test_with_experts_the_median_token_counts() -> None:
+    rng = np.random.default_rng(3)
+    reference = rng.standard_normal((5, 300)).astype(np.float32)
+    off = reference.copy()
+    off[:2] = rng.standard_normal((2, 300))
+    assert compare("a", off, reference, has_experts=True).passed and not compare("a", off, reference).passed
+    off[2] = rng.standard_normal(300)
+    assert not compare("a", off, reference, has_experts=True).passed
+    off = reference.copy()
+    off[0, 0] = np.nan
+    assert not compare("a", off, reference, has_experts=True).passed
+
+
+@pytest.mark.parametrize("shape", [TINY_EXPERTS, TINY_HYBRID_EXPERTS], ids=lambda shape: shape.architecture)
+def test_models_with_experts_are_compared_behind_a_few_layers(shape: DecoderShape, tmp_path: Path) -> None:
+    write_model(tmp_path / "experts", shape.with_layers(6), QuantType.Q8_0)
+    plan, results = Plan.of((20,), 4, (0,), (), 1), Results()
+    Session(read_model(tmp_path / "experts"), plan, "cpu").run(results)
+    (figure,) = results.figures
+    assert figure.what == "decode against prefill, behind 4 of 6 layers"
+    assert results.passed and figure.max_difference < 1e-2
 
 
 def test_bytes_of_a_step(tiny: Path, tmp_path: Path) -> None:
