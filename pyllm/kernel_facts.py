@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from pyllm.device.compile_check import variants
 from pyllm.device.gpu import MFMA_ARCHS, OLDEST_CUDA, WMMA_ARCHS
-from pyllm.device.kernel_source import kernel_folder, kernel_names
+from pyllm.device.kernel_header import entry_points
+from pyllm.device.kernel_source import kernel_names
 from pyllm.errors import UsageError
 from pyllm.kernel_cases import all_cases, ops_of_kernels
 from pyllm.kernel_check import Case
 from pyllm.quants import QuantType
-
-_ENTRY = re.compile(r"^KERNEL\(\w+\) *(\w+)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,9 @@ def kernel_facts() -> list[KernelFacts]:
     ops = ops_of_kernels()
     facts = []
     for name in kernel_names():
-        text = (kernel_folder() / f"{name}.cu").read_text(encoding="utf-8")
         types = sorted({variant["QTYPE"] for variant in variants(name) if "QTYPE" in variant})
         names = [QuantType(qtype).name for qtype in types]
-        facts.append(KernelFacts(name, _ENTRY.findall(text), sorted(ops.get(name, ())), names))
+        facts.append(KernelFacts(name, entry_points(name), sorted(ops.get(name, ())), names))
     return facts
 
 

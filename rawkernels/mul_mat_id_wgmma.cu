@@ -32,6 +32,7 @@ struct ExpertTile {
 KERNEL(THREADS) mul_mat_id_wgmma(const f16* RESTRICT x, const i32* RESTRICT lists, const u8* RESTRICT w,
                                  out_t* RESTRICT out, i64 row_bytes, i32 num_pairs, i32 N, i32 K, i32 num_experts,
                                  i32 num_used, i32 x_slots) {
+    GRID_DEPENDENCY();
     SHARED ProductPlaces places;
     const i32* const starts = lists;
     const i32* const pairs = starts + num_experts + 2;

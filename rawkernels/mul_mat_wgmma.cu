@@ -35,6 +35,7 @@ struct DenseTile {
 
 KERNEL(THREADS) mul_mat_wgmma(const f16* RESTRICT x, const u8* RESTRICT w, out_t* RESTRICT out, i64 row_bytes, i32 T,
                               i32 N, i32 K, i32 out_columns) {
+    GRID_DEPENDENCY();
     SHARED ProductPlaces places;
     const i32 columns = (T + TOKENS - 1) / TOKENS;
     product_run(places, (N + ROWS - 1) / ROWS * columns, row_bytes, K, [&](i32 i) {

@@ -13,7 +13,7 @@ from pyllm.device.kernel_source import kernel_folder
 from pyllm.errors import DeviceError
 
 _FIELD = re.compile(r"^// (\w+) {2,}(.*)$")
-_ENTRY = re.compile(r"^KERNEL\(\w+\) *(\w+)\(", re.MULTILINE)
+_ENTRY = re.compile(r"^KERNEL\([^)]+\) *(\w+)\(", re.MULTILINE)
 _NUMBERS = re.compile(r"-?\d+(,-?\d+)*")
 _ARCH = re.compile(r"(sm_|gfx)\w+")
 

@@ -117,7 +117,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.usefixtures("stub_gpu")
 def test_build_says_what_it_did() -> None:
     result = kernels("build")
-    assert result.exit_code == 0 and result.stdout == ""
+    assert result.exit_code == 0 and result.stdout == "", result.stderr
     listed = sum(variant.is_for("host") for name in kernel_names() for variant in read_header(name).variants)
     count, _, rest = result.stderr.partition(" ")
     assert int(count) >= listed and rest.startswith("kernels for emulated GPU (waves of 32, mma) are compiled, in ")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
 from pyllm.device.dependent_launch import waits_itself
+from pyllm.device.kernel_header import entry_points
 from pyllm.device.kernel_source import kernel_names, source_text
 from pyllm.ops.add import ADD
 from tests.ops.lives import LIVES
-
-ENTRY = re.compile(r"^KERNEL\([^)]*\) (\w+)\(", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", kernel_names())
 def test_every_kernel_waits(name: str) -> None:
     text = source_text(name, {"QTYPE": 1})
-    entries = ENTRY.findall(text)
+    entries = entry_points(name)
     assert entries
     assert all(waits_itself(text, entry) for entry in entries)
 
