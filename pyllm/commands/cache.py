@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyllm.commands.completing import FOLDER
-from pyllm.commands.console import note, size_text, warn
+from pyllm.commands.console import note, one_line, size_text, warn, without_controls
 from pyllm.commands.options import byte_size
 from pyllm.errors import SessionError, UsageError
 
@@ -66,7 +66,7 @@ def list_files(folder: str | None) -> None:
     found = sorted(_files(folder), key=lambda file: -file.used)
     for file in found:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
-        click.echo(f"{file.name:<34}{size_text(file.size):>10}  {day}  {_summary(file.path)}")
+        click.echo(one_line(f"{file.name:<34}{size_text(file.size):>10}  {day}  {_summary(file.path)}"))
     note(f"{len(found)} files, {size_text(sum(file.size for file in found))}, in {_folder(folder)}")
 
 
@@ -87,16 +87,16 @@ def show(name: str, folder: str | None) -> None:
         states = [name[6:] for name in reader.sections if name.startswith("state.")]
         click.echo(f"{path}: {size_text(path.stat().st_size)}, {len(reader.tokens)} tokens")
         model = about.get("name") or "without a name"
-        click.echo(f"model: {model} ({about.get('architecture')}, {about.get('types')})")
-        click.echo(f"rows: {about.get('kv_type')}, {about.get('page_size')} to a page")
+        click.echo(one_line(f"model: {model} ({about.get('architecture')}, {about.get('types')})"))
+        click.echo(one_line(f"rows: {about.get('kv_type')}, {about.get('page_size')} to a page"))
         if states:
-            click.echo(f"states at tokens {', '.join(states)}")
+            click.echo(one_line(f"states at tokens {', '.join(states)}"))
     try:
         conversation = Conversation.from_json(chat)
     except ValueError:
         return
     for message in conversation.messages():
-        click.echo(f"\n{message['role']}: {message['content']}")
+        click.echo(without_controls(f"\n{message['role']}: {message['content']}"))
 
 
 @command.command("verify")
@@ -115,7 +115,7 @@ def verify(names: tuple[str, ...], folder: str | None) -> None:
             _verify(path)
             click.echo(f"{path}: in order")
         except SessionError as error:
-            click.echo(str(error))
+            click.echo(one_line(str(error)))
             damaged += 1
     click.get_current_context().exit(int(damaged > 0))
 

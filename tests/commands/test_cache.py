@@ -26,7 +26,7 @@ def pyllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     session_path("a").parent.mkdir(parents=True)
     talked = Conversation("Be brief.")
-    talked.add("What is it?", "It is.", (1, 2))
+    talked.add("What is it?", "It \x1b[31mis.", (1, 2))
     with open_engine(model_path("llama-a-f32"), prefix_cache=True) as llm:
         for index, name in enumerate("abc"):
             tokens(llm.generate(list(range(3, 20 + index)), greedy(3)))
@@ -56,7 +56,7 @@ def test_list(pyllm: Run) -> None:
 def test_show(pyllm: Run) -> None:
     result = pyllm("show", "a")
     assert "19 tokens" in result.stdout and "f32, 64 to a page" in result.stdout
-    assert result.stdout.endswith("system: Be brief.\n\nuser: What is it?\n\nassistant: It is.\n")
+    assert result.stdout.endswith("system: Be brief.\n\nuser: What is it?\n\nassistant: It \\x1b[31mis.\n")
     assert "no such session" in pyllm("show", "z").stderr
 
 
