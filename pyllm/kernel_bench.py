@@ -21,7 +21,7 @@ from pyllm.bench.ceilings import Ceilings
 from pyllm.device import Device
 from pyllm.device.base import NotCapturable
 from pyllm.errors import DeviceError, PyllmError
-from pyllm.kernel_cases import random_weight
+from pyllm.kernel_samples import random_weight
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op
 from pyllm.quants import FORMATS, QuantType, row_bytes
 from pyllm.synth.blocks import drawable_types, random_rows

@@ -23,8 +23,8 @@ from pyllm.kernel_bench_samples import (
     spread,
     wide,
 )
-from pyllm.kernel_cases import paged
 from pyllm.kernel_check import convert
+from pyllm.kernel_samples import paged
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.ops.clear_tags import CLEAR_TAGS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyllm.device import Device
-from pyllm.kernel_cases import random_weight
+from pyllm.kernel_samples import random_weight
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.quants import GPU_TYPES, QuantType, dequantize
 from pyllm.weight import Weight

@@ -9,7 +9,7 @@ import pytest
 
 from pyllm.device import Device
 from pyllm.errors import ShapeError
-from pyllm.kernel_cases import random_weight
+from pyllm.kernel_samples import random_weight
 from pyllm.ops.add import add
 from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows

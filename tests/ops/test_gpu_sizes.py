@@ -10,8 +10,11 @@ import pytest
 
 from pyllm.device import Device
 from pyllm.device.gpu import import_cupy
-from pyllm.kernel_cases import attention_case, mul_mat_case, random_weight, top_k_case
+from pyllm.kernel_attention_cases import attention_case
+from pyllm.kernel_cases import top_k_case
 from pyllm.kernel_check import Case, check_case, convert, expected, outputs_of
+from pyllm.kernel_product_cases import mul_mat_case
+from pyllm.kernel_samples import random_weight
 from pyllm.quants import GPU_TYPES, QuantType
 from pyllm.weight import Weight
 from tests.ops.lives import LIVES, overwrite

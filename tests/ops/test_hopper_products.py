@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from pyllm.device.emulated import EmulatedDevice
-from pyllm.kernel_cases import HALF, linear_case, mul_mat_case, mul_mat_id_case
 from pyllm.kernel_check import Case, check_case
+from pyllm.kernel_expert_cases import mul_mat_id_case
+from pyllm.kernel_product_cases import linear_case, mul_mat_case
+from pyllm.kernel_samples import HALF
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_plan import Gate
 from pyllm.ops.product_wgmma import (

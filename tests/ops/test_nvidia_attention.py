@@ -10,7 +10,7 @@ import pytest
 
 from pyllm import faults
 from pyllm.device.emulated import EmulatedDevice
-from pyllm.kernel_cases import attention_case
+from pyllm.kernel_attention_cases import attention_case
 from pyllm.kernel_check import Case, check_case, run_case
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams
 from pyllm.ops.op import KernelLaunch

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pyllm.device import Device
-from pyllm.kernel_cases import mul_mat_case
 from pyllm.kernel_check import Case, check_case
+from pyllm.kernel_product_cases import mul_mat_case
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, Tile

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pyllm.device import Device
-from pyllm.kernel_cases import linear_case, random_weight
 from pyllm.kernel_check import check_case
+from pyllm.kernel_product_cases import linear_case
+from pyllm.kernel_samples import random_weight
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import Target
 from pyllm.ops.product_plan import Gate, Staging
