@@ -560,7 +560,7 @@ class LLM:
 
     def _require_kept(self) -> KeptPrompts:
         if self._kept is None:
-            raise UsageError("sessions need prefix_cache=True")
+            raise UsageError("sessions need what --no-cache turns off (prefix_cache=True); leave one of the two out")
         return self._kept
 
     def interrupt(self) -> None:

@@ -85,7 +85,7 @@ def show(name: str, folder: str | None) -> None:
     with _reader(path) as reader:
         about, chat = reader.json("fingerprint"), reader.json("chat")
         states = [name[6:] for name in reader.sections if name.startswith("state.")]
-        click.echo(f"{path}: {size_text(path.stat().st_size)}, {len(reader.tokens)} tokens")
+        click.echo(one_line(f"{path}: {size_text(path.stat().st_size)}, {len(reader.tokens)} tokens"))
         model = about.get("name") or "without a name"
         click.echo(one_line(f"model: {model} ({about.get('architecture')}, {about.get('types')})"))
         click.echo(one_line(f"rows: {about.get('kv_type')}, {about.get('page_size')} to a page"))
@@ -113,7 +113,7 @@ def verify(names: tuple[str, ...], folder: str | None) -> None:
     for path in [_path(name, folder) for name in names] or [file.path for file in _files(folder)]:
         try:
             _verify(path)
-            click.echo(f"{path}: in order")
+            click.echo(one_line(f"{path}: in order"))
         except SessionError as error:
             click.echo(one_line(str(error)))
             damaged += 1

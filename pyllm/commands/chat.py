@@ -121,7 +121,7 @@ def command(**values: Any) -> None:
 
     \b
     /read FILE     put the text of FILE before the next message
-    /save NAME     save the conversation, with all that was computed; NAME may be a path
+    /save NAME     save the conversation, with all that was computed; NAME may be a path (-f NAME: replace it)
     /load NAME     go on with a saved one: nothing of it is computed again
     /sessions      list the saved ones
     /undo          take the last question back
@@ -162,13 +162,15 @@ def run(options: ChatOptions) -> int:
         introduce(llm, options.engine.ctx_size)
         conversation = resumed(llm, options.session, conversation)
         chat = Chat(llm, conversation, options.sampling, options.session, options.think)
-        if from_terminal:
-            history = None if options.no_history else history_path()
-            status = chat.run(open_editor(chat.commands, chat.arguments, history, note))
-        else:
+        if not from_terminal:
             status = INTERRUPTED if chat.answer(question).finish_reason == "interrupted" else 0
-        chat.sessions.save_at_end()
-        return status
+            chat.sessions.save_at_end()
+            return status
+        history = None if options.no_history else history_path()
+        try:
+            return chat.run(open_editor(chat.commands, chat.arguments, history, note))
+        finally:  # also where SIGTERM, or a terminal that is closed, ends the program
+            chat.sessions.save_at_end()
 
 
 class Chat:
@@ -312,6 +314,11 @@ class Chat:
     # /commands
 
     def _clear(self, rest: str) -> None:
+        try:
+            self.sessions.detach()
+        except PyllmError as error:
+            note(f"Error: {error}; nothing was cleared")
+            return
         self.conversation.turns.clear()
         self._attachments.clear()
         note("A new conversation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +12,7 @@ from pyllm.commands.console import note, size_text
 from pyllm.conversation import Conversation
 from pyllm.errors import PyllmError, SessionError
 from pyllm.prompt_cache.folder import SUFFIX, ready_path, session_files, session_path, sessions_dir
+from pyllm.prompt_cache.session_file import SessionReader
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM
@@ -123,21 +125,37 @@ class SessionCommands:
 
         return run
 
+    def detach(self) -> None:
+        """A new conversation begins: the one so far is saved, and its session stays as it is then.
+
+        Raises:
+            PyllmError: it cannot be saved; it is the chat's session still.
+        """
+        self.save_at_end()
+        if self.name:
+            note(f"Session {self.name} stays as it is")
+        self.name = self._saved = None
+
     def _save(self, rest: str) -> None:
-        name = rest or self.name
+        replaces = rest.startswith("-f ")
+        name = rest.removeprefix("-f ").strip() or self.name
         if not name:
             note("Give it a name: /save NAME, or a path")
         elif not self._chat.conversation.turns:
             note("There is nothing to save yet")
+        elif name != self.name and not _may_write(session_path(name), replaces):
+            note(f"{session_path(name)} is there already; /save -f {name} replaces a session")
         else:
             save(self._llm, name, self._chat.conversation)
-            self.name, self._saved = name, self._chat.conversation.copy()
+            if self.name in (None, name):  # otherwise it is a copy
+                self.name, self._saved = name, self._chat.conversation.copy()
 
     def _load(self, rest: str) -> None:
         name = rest or self.name
         if not name:
             note("Which one? /load NAME; /sessions lists them")
             return
+        self.save_at_end()
         conversation = load(self._llm, name)
         if conversation is None:
             note(f"There is no session {name}; /sessions lists them")
@@ -174,10 +192,12 @@ class SessionCommands:
         if not turns:
             note(nothing)
             return
-        last = turns.pop()
-        self._chat.ask(question or last.question)
-        if self._chat.conversation.turns is turns and (not turns or turns[-1].question != (question or last.question)):
-            turns.append(last)
+        last, before = turns.pop(), len(turns)
+        try:
+            self._chat.ask(question or last.question)
+        finally:
+            if self._chat.conversation.turns is turns and len(turns) == before:
+                turns.append(last)
 
     def _fork(self, rest: str) -> None:
         """A copy that grows by itself, or back to another branch."""
@@ -215,6 +235,19 @@ class SessionCommands:
         for name, pool in stats.get("memory", {}).items():
             in_use, most, budget = (size_text(pool[key]) for key in ("bytes", "high_water_bytes", "budget_bytes"))
             note(f"{name.capitalize():8} {in_use} of the host's memory, at most {most} so far, {budget} allowed")
+
+
+def _may_write(path: Path, replaces: bool) -> bool:
+    """Whether a session can be written there: a file that is none is never replaced, a session when that is wanted."""
+    if not os.path.lexists(path):
+        return True
+    if not replaces:
+        return False
+    try:
+        with SessionReader(path):
+            return True
+    except SessionError:
+        return False
 
 
 def _size(path: Path) -> int:

@@ -210,7 +210,7 @@ class DiskTier:
         if size > self._budget:
             _log.warning("a conversation of %d bytes is larger than the cache on disk (--cache-disk); not kept", size)
             return
-        name = hashlib.sha256(json.dumps([self._identity, token_ids]).encode()).hexdigest()[:32]
+        name = hashlib.sha256(json.dumps([dict(self._identity), token_ids]).encode()).hexdigest()[:32]
         with self._locked():
             self._make_room(size)
             self._sessions.save(self._folder / f"{name}{SUFFIX}", token_ids, {})

@@ -8,17 +8,24 @@ to the rounding of sums.
 from __future__ import annotations
 
 import hashlib
+import os
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
+from pyllm.errors import SessionError
 from pyllm.gguf_file import GGUFModel
+from pyllm.gguf_split import open_model
 from pyllm.kv_types import KVType
 from pyllm.models.config import TransformerConfig
 
 LAYOUT = 1  # of rows in a page, and of recurrent states; raised when they change
-_SAMPLE = 4096  # bytes at the start, middle and end of each tensor
+_PIECE = 16 << 20  # bytes of a tensor that are read at a time
 _WORDS = {
     "architecture": "architecture",
     "name": "model",
@@ -34,26 +41,69 @@ _WORDS = {
 _SHOWN = ("architecture", "name", "types", "kv_type", "page_size", "layout")
 
 
-def fingerprint(gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, page_size: int) -> dict[str, str]:
-    """The fingerprint of an engine. Reads a little of each tensor."""
+class Identity(Mapping[str, str]):
+    """A fingerprint whose `weights` are read when they are first asked for, some gigabytes a second.
+
+    Raises:
+        SessionError: on that occasion, when the model file is not the one that was loaded any more.
+    """
+
+    def __init__(self, texts: Mapping[str, str], path: str | Path) -> None:
+        self._texts = dict(texts)
+        self._path = Path(path)
+        self._state = _state(self._path)
+        self._lock = Lock()
+
+    def __getitem__(self, key: str) -> str:
+        if key == "weights":
+            with self._lock:
+                if not self._texts[key]:
+                    self._texts[key] = self._weights()
+        return self._texts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def _weights(self) -> str:
+        with open_model(self._path) as gguf:
+            found = _digest(_checksums(gguf))
+        if _state(self._path) != self._state:
+            raise SessionError(f"{self._path}: the model file has changed since it was loaded; start again")
+        return found
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise SessionError(f"{path}: the model file cannot be looked at: {error.strerror}") from error
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def fingerprint(gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, page_size: int) -> Identity:
+    """The fingerprint of an engine."""
     metadata = {key: gguf.metadata[key] for key in gguf.metadata}
     texts = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     about = ("general.name", "general.url", "general.description", "tokenizer.", "split.")
     settings = {key: value for key, value in metadata.items() if not key.startswith(about)}
     types = Counter(info.qtype.name for info in gguf.tensors.values())
     shapes = (config.num_kv_heads, config.key_length, config.value_length, config.attention_layers, config.recurrent)
-    return {
+    texts_by_name = {
         "architecture": gguf.architecture,
         "name": str(metadata.get("general.name", ""))[:200],
         "types": " ".join(f"{name}:{count}" for name, count in sorted(types.items())),
         "metadata": _digest(_parts(settings)),
-        "weights": _digest(_samples(gguf)),
+        "weights": "",
         "tokenizer": _digest(_parts(texts)),
         "kv_type": kv_type.name,
         "page_size": str(page_size),
         "shapes": repr(shapes),
         "layout": str(LAYOUT),
     }
+    return Identity(texts_by_name, gguf.path)
 
 
 def difference(found: Mapping[str, object], own: Mapping[str, str]) -> str | None:
@@ -82,11 +132,18 @@ def _parts(values: Mapping[str, object]) -> Iterable[bytes]:
         yield content
 
 
-def _samples(gguf: GGUFModel) -> Iterable[bytes]:
-    for name in sorted(gguf.tensors):
-        info = gguf.tensors[name]
+def _checksums(gguf: GGUFModel) -> Iterable[bytes]:
+    """Of each tensor its name, form, and the CRC-32 of all its bytes: weights that differ anywhere give other rows."""
+
+    def checksum(name: str) -> int:
         data = gguf.tensor_data(name).reshape(-1).view(np.uint8)
-        yield f"{name} {info.qtype.name} {info.shape}".encode()
-        middle = len(data) // 2
-        for start in (0, middle, max(0, len(data) - _SAMPLE)):
-            yield data[start : start + _SAMPLE].tobytes()
+        total = 0
+        for start in range(0, len(data), _PIECE):
+            total = zlib.crc32(data[start : start + _PIECE].data, total)
+        return total
+
+    names = sorted(gguf.tensors)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for name, total in zip(names, pool.map(checksum, names), strict=True):
+            info = gguf.tensors[name]
+            yield f"{name} {info.qtype.name} {info.shape} {total}".encode()

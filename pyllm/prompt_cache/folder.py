@@ -25,7 +25,7 @@ def session_path(name: str) -> Path:
     Raises:
         UsageError: neither.
     """
-    if "/" in name or name.endswith(SUFFIX):
+    if ("/" in name or name.endswith(SUFFIX)) and "\0" not in name:
         return Path(name)
     if _NAME.fullmatch(name) is None:
         shown = f"{name[:100]!r} is no name for a session"

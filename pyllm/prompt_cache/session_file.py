@@ -75,6 +75,8 @@ class SessionWriter:
     """
 
     def __init__(self, path: Path, sections: Sequence[Section], metadata: Mapping[str, str]) -> None:
+        if path.name in ("", "..") or (os.path.lexists(path) and not path.is_file()):
+            raise SessionError(f"{path}: this is no place for a file; choose another name")
         self._path = path
         self._sections = [*sections, Section(_CHECKSUMS, "U32", (len(sections) + 2,))]
         self._header = _header(self._sections, metadata)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pyllm.device import Event
-from pyllm.errors import ContextError, UsageError
+from pyllm.errors import ContextError, SessionError, UsageError
 from pyllm.kv_cache import KVCache
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.index import Held, PrefixIndex
@@ -111,7 +111,7 @@ class Sessions:
 
     def _write(self, path: Path, held: Held, chat: Mapping[str, Any]) -> None:
         metadata = {
-            "fingerprint": json.dumps(self._identity),
+            "fingerprint": json.dumps(dict(self._identity)),
             "rows": json.dumps({"num_rows": held.length, "first_position": 0, "shifted": False}),
             "chat": json.dumps(chat),
         }
@@ -123,24 +123,31 @@ class Sessions:
         with SessionWriter(path, sections, metadata) as writer:
             writer.write(np.array(held.token_ids, np.int32))
             queued: deque[tuple[int, Block]] = deque()
-            for index in range(len(held.pages)):
-                queued.append((index, self._start_save(held, index)))
-                if len(queued) == IN_FLIGHT:
+            try:
+                for index in range(len(held.pages)):
+                    queued.append((index, self._start_save(path, held, index)))
+                    if len(queued) == IN_FLIGHT:
+                        self._write_page(writer, held, *queued.popleft())
+                while queued:
                     self._write_page(writer, held, *queued.popleft())
-            while queued:
-                self._write_page(writer, held, *queued.popleft())
+            finally:  # of a save that broke off
+                with self._lock:
+                    for index, block in queued:
+                        if held.hosts[index] is None:
+                            self._blocks.give_back(block)
             for saved in held.states:
                 if not saved.own_layers().all():
                     raise UsageError(f"the state at token {saved.position} is not the conversation's own; not saved")
                 writer.write(saved.values)
 
-    def _start_save(self, held: Held, index: int) -> Block:
+    def _start_save(self, path: Path, held: Held, index: int) -> Block:
         with self._lock:
             host = held.hosts[index]
             if host is not None:
                 return host.block
             block = self._blocks.take()
-            assert block is not None  # there are as many as are in flight
+            if block is None:  # there are as many as are in flight, unless memory cannot be pinned
+                raise SessionError(f"{path}: there is no pinned memory for copies; close other programs")
             self._copies.save(held.pages[index], held.rows_of(index), block)
             return block
 
@@ -247,6 +254,8 @@ class Sessions:
                 block = self._blocks.take()
             if block is not None:
                 return block
+            if not loading.copies:
+                raise SessionError("there is no pinned memory for copies of a session; close other programs")
             loading.copies[-1].synchronize()  # all are being copied
 
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:

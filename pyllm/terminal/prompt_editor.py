@@ -33,7 +33,6 @@ from pyllm.terminal.type_ahead import held_back
 
 _STYLE = Style.from_dict({"status": "dim"})
 _NO_STYLE = Style.from_dict({})
-_TERMINATED = 128 + signal.SIGTERM
 
 
 class PromptEditor:
@@ -109,19 +108,20 @@ class PromptEditor:
 
 @contextmanager
 def _terminal_restored_on_sigterm() -> Iterator[None]:
-    """While the terminal is as prompt_toolkit needs it, SIGTERM ends the program by way of all that puts it back."""
+    """While the terminal is as prompt_toolkit needs it, SIGTERM, and SIGHUP when it is closed, end the program by way
+    of all that puts it back."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(_TERMINATED)
+        sys.exit(128 + number)
 
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _Completer(Completer):

@@ -88,6 +88,26 @@ def test_saved_and_loaded_at_the_prompt(talk: Chat, tmp_path: Path) -> None:
     assert "There are none in" in listed.stderr and "\na b  " in listed.stderr
 
 
+def test_nothing_that_is_there_is_overwritten(talk: Chat, tmp_path: Path) -> None:
+    talk(PLAIN, "one two", options=["--session", "work"])
+    work, precious = sessions_dir() / "work.session", tmp_path / "precious.txt"
+    precious.write_text("precious")
+    before = work.read_bytes()
+    result = talk(PLAIN, "other", "/save work", f"/save {precious}", f"/save -f {precious}")
+    assert result.stderr.count("is there already") == 3 and "Saved" not in result.stderr
+    assert work.read_bytes() == before and precious.read_text() == "precious"
+    result = talk(PLAIN, "other", "/save -f work")
+    assert "Saved" in result.stderr and work.read_bytes() != before
+
+
+def test_a_new_conversation_leaves_the_saved_one_alone(talk: Chat) -> None:
+    result = talk(PLAIN, "one two", "/clear", "other", options=["--session", "work"])
+    assert result.stderr.count("Saved") == 1 and "Session work stays as it is" in result.stderr
+    again = talk(PLAIN, "/save copy", "more", options=["--session", "work"])
+    assert "Session work: 1 turn" in again.stderr
+    assert sorted(re.findall(r"Saved .* in .*/(\w+)\.session", again.stderr)) == ["copy", "work"]
+
+
 def test_a_session_of_another_model_is_refused(talk: Chat) -> None:
     talk(PLAIN, "one", options=["--session", "s"])
     result = talk(HYBRID, "two", options=["--session", "s"])

@@ -17,6 +17,7 @@ import pytest
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
+from pyllm.gguf_file import GGUFFile
 from pyllm.llm import LLM
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from tests.engine import greedy, open_engine, tokens
@@ -342,3 +343,62 @@ def test_other_tools_can_read_the_container(saved: tuple[Path, list[int]]) -> No
 
 def test_errors_are_of_one_kind() -> None:
     assert issubclass(SessionError, PyllmError)
+
+
+def test_one_byte_of_the_weights_makes_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(model_path(PLAIN), path)
+    with open_engine(path, prefix_cache=True, page_size=8) as llm:
+        tokens(llm.generate(IDS[PLAIN][:20], greedy(3)))
+        llm.save_session(tmp_path / "a.session")
+    with GGUFFile(path) as gguf:
+        data = gguf.tensor_data("blk.0.ffn_down.weight").reshape(-1).view(np.uint8)
+        start = path.read_bytes().index(data.tobytes())
+        place = start + len(data) // 3
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with (
+        open_engine(path, prefix_cache=True, page_size=8) as llm,
+        pytest.raises(SessionError, match="the weights differ"),
+    ):
+        llm.load_session(tmp_path / "a.session")
+
+
+def test_a_model_file_that_was_replaced_has_no_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(model_path(PLAIN), path)
+    with open_engine(path, prefix_cache=True, page_size=8) as llm:
+        tokens(llm.generate(IDS[PLAIN][:20], greedy(3)))
+        path.unlink()
+        shutil.copy(model_path(PLAIN), path)
+        with pytest.raises(SessionError, match="has changed since it was loaded"):
+            llm.save_session(tmp_path / "a.session")
+
+
+def test_a_save_that_fails_leaves_the_next_one_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(PLAIN) as llm:
+        tokens(llm.generate(IDS[PLAIN], greedy(3)))
+        write = SessionWriter.write
+
+        def full(self: SessionWriter, content: np.ndarray) -> None:
+            if content.dtype == np.uint8:
+                raise SessionError("no space left")
+            write(self, content)
+
+        monkeypatch.setattr(SessionWriter, "write", full)
+        for _ in range(10):  # more often than there are blocks for copies
+            with pytest.raises(SessionError, match="no space left"):
+                llm.save_session(tmp_path / "a.session")
+        monkeypatch.undo()
+        llm.save_session(tmp_path / "a.session")
+        llm.load_session(tmp_path / "a.session")
+
+
+@pytest.mark.parametrize("path", ["/", ".", "..", "/dev/null"])
+def test_what_is_no_file_is_not_replaced(path: str) -> None:
+    with engine(PLAIN) as llm:
+        tokens(llm.generate(IDS[PLAIN][:20], greedy(3)))
+        with pytest.raises(SessionError, match="no place for a file"):
+            llm.save_session(path)
+    assert not Path("/dev/null").is_file()
