@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +29,13 @@ import numpy as np
 from pyllm.errors import ContextError, PyllmError, SessionError
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.folder import SUFFIX, make_private, remove_partial, session_files
-from pyllm.prompt_cache.session_file import SessionReader
+from pyllm.prompt_cache.session_file import SessionReader, UnreadableSession
 from pyllm.prompt_cache.sessions import Sessions
 
 DEFAULT_BUDGET = 8 << 30
 LEAST = 64  # tokens: for less, a file is not worth reading or writing
 IDLE = 10.0  # seconds that a conversation is left alone before it is written
+_OWN = re.compile("[0-9a-f]{32}")  # names without SUFFIX
 _LOCK = ".lock"
 
 _log = logging.getLogger("pyllm")
@@ -100,7 +102,7 @@ class DiskTier:
             best = self._best(token_ids, known)
             while best is not None and not self._load(best):
                 best = self._best(token_ids, known)
-        except PyllmError as error:
+        except (PyllmError, OSError) as error:  # what was kept saves time only: the prompt is computed
             _log.warning("%s", error)
 
     def _best(self, token_ids: Sequence[int], known: int) -> Entry | None:
@@ -116,6 +118,11 @@ class DiskTier:
             self._sessions.load(entry.path)
         except ContextError:
             return True  # there is no room for it now
+        except UnreadableSession as error:
+            self._entries = [other for other in self._entries if other is not entry]
+            if entry.path.exists():  # otherwise another process removed it
+                _log.warning("%s", error)
+            return False
         except SessionError as error:
             self._entries = [other for other in self._entries if other is not entry]
             if entry.path.exists():
@@ -136,7 +143,7 @@ class DiskTier:
         if changed == self._seen:
             return
         known = {entry.path: entry for entry in self._entries}
-        paths = session_files(self._folder)
+        paths = self._own_files()
         found = (known.get(path) or self._read(path) for path in paths)
         self._entries = [entry for entry in found if entry is not None]
         self._seen = changed
@@ -187,8 +194,8 @@ class DiskTier:
                 self._pending.remove(due[0])
             try:
                 self._write(due[0].token_ids)
-            except PyllmError as error:
-                _log.warning("%s", error)
+            except Exception as error:  # whatever it is, the next conversation may be written
+                _log.warning("%s: %s", self._folder, error)
 
     def _due(self) -> list[_Pending]:
         latest = time.monotonic() - (0 if self._closing else IDLE)
@@ -218,10 +225,14 @@ class DiskTier:
                 if len(entry.tokens) < len(ids) and _shared(entry.tokens, ids) == len(entry.tokens):
                     entry.path.unlink(missing_ok=True)
 
+    def _own_files(self) -> list[Path]:
+        """Those with names that this tier gives: whatever else is in the folder is somebody's."""
+        return [path for path in session_files(self._folder) if _OWN.fullmatch(path.name.removesuffix(SUFFIX))]
+
     def _make_room(self, num_bytes: int) -> None:
         """Remove the files used least recently until a new one fits."""
         used = []
-        for path in session_files(self._folder):
+        for path in self._own_files():
             with contextlib.suppress(OSError):
                 status = path.stat()
                 used.append((status.st_mtime_ns, status.st_size, path))

@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from pyllm.prompt_cache.folder import PARTIAL
 FORMAT = "pyllm session"
 VERSION = 1
 MAX_HEADER = 64 << 20  # bytes
+MAX_TOKENS = 1 << 27
 _DTYPES = {"I32": np.int32, "U8": np.uint8, "F32": np.float32, "U32": np.uint32}
 _LENGTH = struct.Struct("<Q")
 _CHECKSUMS = "checksums"
@@ -143,6 +145,10 @@ class SessionWriter:
             raise SessionError(f"{self._path}: the session cannot be written: {error.strerror}") from error
 
 
+class UnreadableSession(SessionError):
+    """The system does not give the file's content now: it may be in order."""
+
+
 class SessionReader:
     """An open file whose header, tokens and layout are right; sections are checked when they are read.
 
@@ -150,6 +156,7 @@ class SessionReader:
         tokens: [num_tokens] int32.
         sections: by name.
         metadata: `__metadata__`.
+        size: of the file, in bytes.
 
     Raises:
         SessionError: it is missing, damaged, cut off, or something else.
@@ -158,9 +165,10 @@ class SessionReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+            # Without waiting for the other end of a pipe, which may stand under this name.
+            self._file: BinaryIO = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise SessionError(f"{path}: the session cannot be read: {error.strerror}") from error
+            raise UnreadableSession(f"{path}: the session cannot be read: {error.strerror}") from error
         try:
             self._read_header()
         except BaseException:
@@ -179,11 +187,14 @@ class SessionReader:
     def refuse(self, problem: str, remedy: str = "it is not used") -> NoReturn:
         raise SessionError(f"{self.path}: {problem}; {remedy}")
 
+    def _unreadable(self, error: OSError) -> NoReturn:
+        raise UnreadableSession(f"{self.path}: it cannot be read: {error.strerror}; it is not used") from error
+
     def json(self, name: str) -> dict[str, Any]:
         """An entry of the metadata that holds an object."""
         try:
             value = json.loads(self.metadata[name])
-        except (KeyError, ValueError, RecursionError):
+        except (KeyError, ValueError, TypeError, RecursionError):
             value = None
         if not isinstance(value, dict):
             self.refuse(f"the header has no {name!r}")
@@ -202,7 +213,7 @@ class SessionReader:
             try:
                 count = os.preadv(self._file.fileno(), [view[done:]], self._start + section.start + done)
             except OSError as error:
-                self.refuse(f"it cannot be read: {error.strerror}")
+                self._unreadable(error)
             if not count:
                 self.refuse(f"the file ends in section {name!r}")
             done += count
@@ -218,7 +229,10 @@ class SessionReader:
             self.refuse(f"section {name!r} is damaged")
 
     def _read_header(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            self.refuse("it is no ordinary file")
+        size = self.size = status.st_size
         start = self._at(0, _LENGTH.size)
         length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
         if not 2 <= length <= min(MAX_HEADER, size - _LENGTH.size):
@@ -238,6 +252,8 @@ class SessionReader:
         self.sections = {name: self._section(name, entry) for name, entry in entries.items()}
         self._check_layout(size)
         self._read_checksums(_LENGTH.pack(length) + header)
+        if self.sections["tokens"].shape[0] > MAX_TOKENS:
+            self.refuse("it says that it has more tokens than any model reads")
         self.tokens = np.empty(self.sections["tokens"].shape, np.int32)
         self.check("tokens", self.read("tokens", self.tokens.view(np.uint8)))
 
@@ -245,7 +261,7 @@ class SessionReader:
         try:
             return os.pread(self._file.fileno(), count, start)
         except OSError as error:
-            self.refuse(f"it cannot be read: {error.strerror}")
+            self._unreadable(error)
 
     def _section(self, name: str, entry: Any) -> Section:
         try:
@@ -273,9 +289,9 @@ class SessionReader:
             self.refuse("it has no tokens or no checksums")
 
     def _read_checksums(self, header: bytes) -> None:
-        numbers = np.empty(self.sections[_CHECKSUMS].shape, "<u4")
-        if len(numbers) != len(self.sections) + 1:
+        if self.sections[_CHECKSUMS].shape != (len(self.sections) + 1,):
             self.refuse("it has another number of checksums than of sections")
+        numbers = np.empty(self.sections[_CHECKSUMS].shape, "<u4")
         self.read(_CHECKSUMS, numbers.view(np.uint8))
         first, *others, last = map(int, numbers)
         if zlib.crc32(numbers[:-1].tobytes()) != last:

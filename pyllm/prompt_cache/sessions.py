@@ -182,7 +182,7 @@ class Sessions:
                 self._read_states(reader, loading)
                 for copy in loading.copies:
                     copy.synchronize()
-                session = Session(reader.tokens.tolist(), reader.json("chat"), path.stat().st_size)
+                session = Session(reader.tokens.tolist(), reader.json("chat"), reader.size)
             except BaseException:
                 with self._lock:
                     for state in loading.states:
@@ -293,4 +293,6 @@ class Sessions:
             loading.states.append(saved)
             reader.check(name, reader.read(name, saved.values.view(np.uint8)))
         if not loading.states:
-            reader.refuse("there is no memory for its states of the recurrent layers", "see --cache-ram")
+            raise ContextError(
+                f"{reader.path}: there is no memory for its states of the recurrent layers; see --cache-ram"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pyllm.errors import UsageError
 from pyllm.llm import LLM
 from pyllm.prompt_cache import disk_tier
 from pyllm.prompt_cache.folder import session_files
+from pyllm.prompt_cache.session_file import SessionReader
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, reference
 
@@ -165,3 +167,38 @@ def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
         engine(PLAIN, tmp_path)
     with pytest.raises(UsageError, match="needs prefix_cache"):
         engine(PLAIN, tmp_path, prefix_cache=False)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """Neither removed for room, nor taken for the tier's own, whatever they are called."""
+    (tmp_path / "c").mkdir()
+    others = [tmp_path / "c" / f"{name}.session" for name in ("photos", "work")]
+    for path in others:
+        path.write_bytes(b"\x07" * 3000)
+    own = set()
+    for start in (3, 40, 80):
+        with engine(PLAIN, tmp_path, cache_disk=200_000) as llm:
+            ask(llm, [start, *IDS[PLAIN][start : start + 100]])
+        own |= set(files(tmp_path)) - set(others)
+    assert all(path.read_bytes() == b"\x07" * 3000 for path in others)
+    assert len(own) > len(set(files(tmp_path)) - set(others)) > 0  # some of its own gave way
+
+
+@pytest.mark.parametrize("name", [PLAIN], indirect=True)
+def test_what_cannot_be_read_now_is_not_removed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(name, tmp_path) as llm:
+        ask(llm, IDS[name][:90])
+    (path,) = files(tmp_path)
+    with engine(name, tmp_path) as llm:
+        read = SessionReader.read
+
+        def fail(self: SessionReader, section: str, memory: Any) -> int:
+            if section.startswith("page."):
+                self._unreadable(OSError(errno.EIO, "Input/output error"))
+            return read(self, section, memory)
+
+        monkeypatch.setattr(SessionReader, "read", fail)
+        ask(llm, IDS[name][:90])
+        assert llm.stats["cached_tokens"] == 0
+        monkeypatch.undo()
+    assert path.exists()

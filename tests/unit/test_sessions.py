@@ -402,3 +402,9 @@ def test_what_is_no_file_is_not_replaced(path: str) -> None:
         with pytest.raises(SessionError, match="no place for a file"):
             llm.save_session(path)
     assert not Path("/dev/null").is_file()
+
+
+def test_a_pipe_is_no_session_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.session")
+    with pytest.raises(SessionError, match="no ordinary file"):
+        SessionReader(tmp_path / "pipe.session")
