@@ -12,7 +12,6 @@ from pyllm.commands.console import note, size_text
 from pyllm.conversation import Conversation
 from pyllm.errors import PyllmError, SessionError
 from pyllm.prompt_cache.folder import SUFFIX, ready_path, session_files, session_path, sessions_dir
-from pyllm.prompt_cache.session_file import SessionReader
 
 if TYPE_CHECKING:
     from pyllm.llm import LLM
@@ -243,6 +242,8 @@ def _may_write(path: Path, replaces: bool) -> bool:
         return True
     if not replaces:
         return False
+    from pyllm.prompt_cache.session_file import SessionReader
+
     try:
         with SessionReader(path):
             return True
