@@ -6,6 +6,7 @@ A shape says which tensors a file has and which keys describe them; it draws not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -65,7 +66,7 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class DecoderShape:
+class DecoderShape(ABC):
     """What all decoder-only transformers have.
 
     Attributes:
@@ -127,9 +128,9 @@ class DecoderShape:
     def with_layers(self, num_layers: int) -> Self:
         return replace(self, num_layers=num_layers)
 
+    @abstractmethod
     def block(self, layer: int) -> Iterator[SynthTensor]:
         """The tensors of one layer, without its prefix."""
-        raise NotImplementedError
 
     def attention_outputs(self, q_rows: int) -> Iterator[SynthTensor]:
         """The four projections of attention; q has so many rows."""
