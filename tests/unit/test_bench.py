@@ -134,6 +134,18 @@ def test_with_experts_the_median_token_counts() -> None:
     assert not compare("a", off, reference, has_experts=True).passed
 
 
+def test_a_model_can_end_after_its_first_layers(tmp_path: Path) -> None:
+    write_model(tmp_path / "two", TINY, QuantType.Q8_0)
+    ids = list(range(3, 40))
+    with LLM(tmp_path / "two", device="cpu") as llm:
+        whole = [llm.logits(ids) for _ in range(3)][-1]  # from a recording
+        with EngineUnderTest(llm).first_layers(1):
+            short = [llm.logits(ids) for _ in range(3)]
+            assert all((found == short[0]).all() for found in short)
+        assert (llm.logits(ids) == whole).all()
+    assert np.abs(short[0] - whole).max() > 0.1 * whole.std()
+
+
 @pytest.mark.parametrize("shape", [TINY_EXPERTS, TINY_HYBRID_EXPERTS], ids=lambda shape: shape.architecture)
 def test_models_with_experts_are_compared_behind_a_few_layers(shape: DecoderShape, tmp_path: Path) -> None:
     write_model(tmp_path / "experts", shape.with_layers(6), QuantType.Q8_0)
