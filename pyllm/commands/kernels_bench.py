@@ -24,9 +24,10 @@ _HEADER = ("op", "case", "kernel", "time", "GB/s", "of copy", "TFLOP/s", "of pro
 @click.command("bench")
 @click.argument("name", required=False)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the inputs.")
+@click.option("--early", is_flag=True, help="Let each launch start while the one before it ends, as in decode steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def command(ctx: click.Context, name: str | None, seed: int, as_json: bool) -> None:
+def command(ctx: click.Context, name: str | None, seed: int, early: bool, as_json: bool) -> None:
     """Measure the op NAME, or all of them, at sizes of real models. Needs a GPU.
 
     Times are medians by the GPU's events, without the host's part; several sets of inputs take turns, so that none is
@@ -39,11 +40,12 @@ def command(ctx: click.Context, name: str | None, seed: int, as_json: bool) -> N
     \b
     pyllm kernels bench
     pyllm kernels bench mul_mat --json
+    pyllm kernels bench gated_delta_rule --early
     """
-    ctx.exit(run(name, seed, as_json))
+    ctx.exit(run(name, seed, as_json, early))
 
 
-def run(name: str | None, seed: int, as_json: bool) -> int:
+def run(name: str | None, seed: int, as_json: bool, early: bool = False) -> int:
     """Measure, print; returns the exit status."""
     from pyllm.bench.ceilings import measure_ceilings
     from pyllm.device.gpu import GpuDevice
@@ -61,7 +63,7 @@ def run(name: str | None, seed: int, as_json: bool) -> int:
             count = build(device, planned(device, cases), progress)
         note(f"{count} kernels compiled in {time.monotonic() - began:.0f} s")
         ceilings = measure_ceilings(with_gemm=True)
-        timer, source = GpuTimer(device), Source(device, seed)
+        timer, source = GpuTimer(device, early), Source(device, seed)
         with progress_bar("measuring", "case") as progress:
             for index, case in enumerate(cases):
                 progress(index, len(cases), str(case))

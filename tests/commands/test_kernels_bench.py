@@ -24,7 +24,7 @@ from pyllm.quants import QuantType
 class StubTimer:
     cache_bytes = 0
 
-    def __init__(self, device: object) -> None:
+    def __init__(self, device: object, early: bool = False) -> None:
         pass
 
     def seconds(self, launch: Callable[[], Any], capture: bool) -> float:

@@ -72,7 +72,7 @@ def test_ceilings_are_medians_of_what_counts(cupy: Any, monkeypatch: pytest.Monk
 def test_the_timer_counts_behind_a_first_run(cupy: Any) -> None:
     runs: list[str] = []
     graph = SimpleNamespace(replay=lambda: runs.append("replay"))
-    timer = GpuTimer(SimpleNamespace(stream=None, capture=lambda launch: graph))
+    timer = GpuTimer(SimpleNamespace(stream=None, capture=lambda launch, overlap: graph))
     assert timer.cache_bytes == 50 << 20
     Event.clock = seconds(5, 1, 1, 1, 1, 1, 5)
     assert timer.seconds(lambda: runs.append("launch"), capture=True) == 1
