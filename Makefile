@@ -23,7 +23,7 @@ PYTHON ?=
 CHECK_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena executor zero_copy kv_cache random_schedules scheduler running_ahead)) \
     tests/models/test_bit_equal.py tests/models/test_inputs.py
 GPU_TESTS := tests/ops tests/device $(addprefix tests/models/test_,kernel_lives.py inputs.py hybrids_on_gpu.py \
-    kept_on_devices.py) \
+    kept_on_devices.py batch_invariance.py) \
     tests/unit/test_executor.py tests/unit/test_zero_copy.py
 
 .PHONY: demo test test-all test-check test-gpu sanitize lint docs compile compile-all clean

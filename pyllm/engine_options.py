@@ -41,6 +41,7 @@ class EngineOptions:
     cache_disk: int | None = None
     overflow: str = "stop"
     keep: int = 0
+    batch_invariant: bool = False
     hooks: TestHooks = field(default_factory=TestHooks)
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class Batch:
     Attributes:
         inputs: the input block; with zero-copy its tables lie in a slot.
         slot: number of the slot that `inputs` lies in; 0: in the block alone.
+        by_token: tables in which each token is a sequence of its own, for devices that are batch-invariant.
         num_tokens, num_seqs, num_outputs: extents of this ubatch.
         longest: most tokens that one sequence has in it.
         most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
@@ -83,6 +84,7 @@ class Batch:
     workspace: Workspace
     record: Any
     slot: int = 0
+    by_token: InputViews | None = None
 
 
 class Model(Protocol):

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from pyllm.input_block import InputLayout
 from pyllm.kernel_check import Arguments, Case
 from pyllm.kernel_samples import (
     HALF,
@@ -31,6 +32,23 @@ from pyllm.ops.flash_attention import (
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
+from pyllm.ops.token_tables import TOKEN_TABLES
+
+
+def token_tables_cases() -> Iterator[Case]:
+    yield Case(TOKEN_TABLES, "one token", partial(_token_tables, (300,), (1,), False), (2,), floor=None)
+    sizes = (1, 2000, 33), (1, 150, 3)
+    yield Case(TOKEN_TABLES, "three sequences", partial(_token_tables, *sizes, False), (2,), floor=None)
+    yield Case(TOKEN_TABLES, "a block that was emptied", partial(_token_tables, *sizes, True), (2,), floor=None)
+
+
+def _token_tables(lengths: Sequence[int], new: Sequence[int], emptied: bool, rng: Rng) -> Arguments:
+    inputs, _ = paged(rng, lengths, new, 1, 32, KV_TYPES["f16"])
+    if emptied:
+        for array in vars(inputs).values():
+            array[...] = 0
+    layout = InputLayout(sum(new), sum(new), inputs.page_table.shape[1])
+    return inputs, len(lengths), layout.views(np.full(layout.num_bytes, 0xFF, np.uint8))
 
 
 def rope_cases() -> Iterator[Case]:

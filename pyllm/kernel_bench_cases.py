@@ -19,7 +19,14 @@ from pyllm.kernel_bench_experts import (
     route_cases,
     weighted_sum_cases,
 )
-from pyllm.kernel_bench_kv import attention_cases, clear_tags_cases, page_cases, rope_set_rows_cases, set_rows_cases
+from pyllm.kernel_bench_kv import (
+    attention_cases,
+    clear_tags_cases,
+    page_cases,
+    rope_set_rows_cases,
+    set_rows_cases,
+    token_tables_cases,
+)
 from pyllm.kernel_bench_products import decode_rows_cases, linear_cases, mul_mat_cases
 from pyllm.kernel_bench_recurrent import recurrent_cases
 from pyllm.kernel_bench_samples import (
@@ -252,6 +259,7 @@ _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...]
     _softcap_cases,
     _get_rows_cases,
     _take_rows_cases,
+    token_tables_cases,
     set_rows_cases,
     page_cases,
     clear_tags_cases,

@@ -34,6 +34,7 @@ from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, Attentio
 from pyllm.ops.rope import RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
+from pyllm.ops.token_tables import TABLES, TOKEN_TABLES
 from pyllm.quants import QuantType
 
 _SAMPLED_QUERIES = 2
@@ -231,6 +232,28 @@ def _rope_set_rows(
     name = f"{kv_type.name}, {tokens} x {num_heads}/{kv_heads} heads of {head_dim}, normed"
     limit = F16_LIMIT if kv_type.block == 1 else 2e-2  # a value next to the middle may fall to either code
     return BenchCase(ROPE_SET_ROWS, name, arguments, sample, traffic, limit=limit)
+
+
+def token_tables_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    tokens, rows = 4 * sizes.few, 32 * _PAGE_SIZE
+
+    def arguments(source: Source) -> Arguments:
+        inputs = Pages.of(source.rng, (rows,) * tokens, (1,) * tokens).inputs
+        given, out = (
+            InputViews(**{name: source.array(array * array.dtype.type(factor)) for name, array in vars(inputs).items()})
+            for factor in (1, 0)
+        )
+        return given, tokens, out
+
+    def sample(read: Read, arguments: Arguments) -> Sample:
+        inputs, _, out = arguments
+        exact = [read(getattr(inputs, name)) for name in TABLES]
+        return lambda: exactly([(read(getattr(out, name)), array) for name, array in zip(TABLES, exact, strict=True)])
+
+    def traffic(arguments: Arguments) -> float:
+        return 2.0 * sum(getattr(arguments[2], name).nbytes for name in TABLES)
+
+    yield BenchCase(TOKEN_TABLES, f"{tokens} of {rows} rows", arguments, sample, traffic)
 
 
 def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:

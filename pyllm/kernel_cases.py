@@ -23,6 +23,7 @@ from pyllm.kernel_attention_cases import (
     rope_cases,
     rope_set_rows_cases,
     set_rows_cases,
+    token_tables_cases,
 )
 from pyllm.kernel_check import Arguments, Case
 from pyllm.kernel_expert_cases import expert_cases, mul_mat_id_case
@@ -258,5 +259,6 @@ _GROUPS = (
     partial(_gate_cases, SILU_MUL),
     _softcap_cases,
     _take_rows_cases,
+    token_tables_cases,
     _top_k_cases,
 )

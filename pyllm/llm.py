@@ -84,6 +84,8 @@ class LLM:
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
             are read in pinned host memory. The results are the same; zero-copy is for measurements.
+        batch_invariant: the logits of a token depend on its own sequence alone, in every bit: not on what runs beside
+            it, on the cutting into ubatches or on what was kept. Slower; for devices with kernels.
         kv_trace: a file for hashes of the K/V rows that sequences give up, for diagnostics; see `pyllm.kv_trace`.
         kv_trace_every: hash the rows of each so-manieth position.
 
@@ -120,6 +122,7 @@ class LLM:
         cache_disk: int | None = None,
         overflow: str = "stop",
         keep: int = 0,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
         options = EngineOptions(
@@ -134,6 +137,7 @@ class LLM:
             cache_disk=cache_disk,
             overflow=overflow,
             keep=keep,
+            batch_invariant=batch_invariant,
         )
         self._open(path, open_device(device, graphs), options, progress)
 
@@ -159,6 +163,8 @@ class LLM:
         try:
             if not isinstance(path, (str, os.PathLike)):
                 raise UsageError(f"the path of a model is needed, not {type(path).__name__}")
+            if options.batch_invariant:
+                device.make_batch_invariant()
             with open_model(path) as gguf:
                 self._read_texts(gguf)
                 self._build(gguf, options, progress)
@@ -225,7 +231,8 @@ class LLM:
             self._trace = KVTrace(options.kv_trace, self._cache, submitted, options.kv_trace_every)
             self._cache.before_removal = self._trace.note
         if options.prefix_cache:
-            identity = fingerprint(gguf, config, kv_type, options.page_size)
+            arithmetic = f"batch-invariant, {self._device.description}" if options.batch_invariant else ""
+            identity = fingerprint(gguf, config, kv_type, options.page_size, arithmetic)
             folder = None if options.cache_dir is None else Path(options.cache_dir)
             self._kept = KeptPrompts(self._cache, self._lock, identity, page_budget, folder, options.cache_disk)
         overflow = Overflow(options.overflow, options.keep)

@@ -197,6 +197,7 @@ def _agreed(
         "model": model_identity(path),
         "context": options.ctx_size,
         "kv_type": options.kv_type,
+        **({"batch_invariant": True} if options.engine.batch_invariant else {}),
         "format": options.format,
         "template": None if template is None else template.text,
         "system": options.system,

@@ -175,6 +175,7 @@ class EngineOptions:
     no_graphs: bool
     inflight: int | None
     inputs: str | None
+    batch_invariant: bool | None
     kv_trace: str | None
     kv_trace_every: int | None
 
@@ -222,6 +223,12 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
             "--inputs",
             type=click.Choice(["copy", "zero-copy"]),
             help="Whether a GPU reads a step's inputs in memory of its own or, to compare, the host's. [default: copy]",
+        ),
+        click.option(
+            "--batch-invariant",
+            is_flag=True,
+            default=None,
+            help="A sequence's answer is the same in every bit, whatever runs beside it. GPU only; slower.",
         ),
         click.option(
             "--kv-trace",

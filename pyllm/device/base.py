@@ -17,12 +17,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pyllm.device.memory_check import assert_done
-from pyllm.errors import DeviceError
+from pyllm.errors import DeviceError, UnsupportedError
 from pyllm.ops.op import Op, Target
 from pyllm.quants import QuantType
 
@@ -221,6 +222,24 @@ class Device(ABC):
     def runs(self, op: Op) -> bool:
         """Whether the device can run an op."""
         return self.target is None or op.plan is not None
+
+    def make_batch_invariant(self) -> None:
+        """From here on, what ops compute of a token does not depend on how many tokens or sequences there are.
+
+        Raises:
+            UnsupportedError: ops run in their reference form here, on a library whose products depend on it.
+        """
+        if self.target is None:
+            raise UnsupportedError(
+                f"--batch-invariant (batch_invariant=True) needs a GPU: on {self.name} a library multiplies, which "
+                "goes by the number of tokens; leave it out"
+            )
+        self.target = replace(self.target, batch_invariant=True)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether ops compute the same of a token however many tokens and sequences there are."""
+        return self.target is not None and self.target.batch_invariant
 
     @property
     def captures(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,12 +26,13 @@ from pyllm.errors import UnsupportedError
 from pyllm.executor import Batch
 from pyllm.gguf_file import GGUFModel
 from pyllm.kv_cache import LayerCache
+from pyllm.models.by_token import attention_parts, tables_by_token
 from pyllm.models.config import TransformerConfig
 from pyllm.models.feed_forward import DenseFeedForward
 from pyllm.models.project import project
 from pyllm.models.rope_scaling import RopePlan, read_rope
 from pyllm.models.weights import Tensors, TensorSpec, Weights, check_tensors, upload_weights
-from pyllm.ops.flash_attention import AttentionParams, AttentionShape, flash_attention
+from pyllm.ops.flash_attention import AttentionParams, flash_attention
 from pyllm.ops.get_rows import get_rows
 from pyllm.ops.op import Op
 from pyllm.ops.product_plan import Norm
@@ -223,6 +224,8 @@ class Decoder:
     def forward(self, device: Device, batch: Batch) -> Any | None:
         """Queue one ubatch; returns logits [num_outputs, vocab_size] float32 on the device, None without outputs."""
         c = self.config
+        if device.is_batch_invariant:
+            batch = replace(batch, by_token=tables_by_token(device, batch))
         x = batch.workspace.array("x", (batch.num_tokens, c.hidden_size))
         get_rows(device, self._embedding, batch.inputs.token_ids[: batch.num_tokens], x, self._embedding_scale)
         tables = self._rope_tables(device, batch)
@@ -292,20 +295,10 @@ class Decoder:
         c = self.config
         out_shape = batch.num_tokens, c.num_heads, c.value_length
         mixed = batch.workspace.array("mixed", out_shape, device.activation_dtype)
-        shape = AttentionShape.of(batch.num_seqs, batch.longest, batch.most_rows, c.num_kv_heads)
-        scratch = batch.workspace.array("attention_parts", (shape.scratch_size(c.num_heads, c.value_length),))
-        flash_attention(
-            device,
-            q,
-            batch.inputs,
-            shape,
-            self._layer_cache(batch, index),
-            batch.cache.kv_type,
-            self._attention[index],
-            batch.record,
-            scratch,
-            mixed,
-        )
+        cache, kv_type, params = self._layer_cache(batch, index), batch.cache.kv_type, self._attention[index]
+        for inputs, shape in attention_parts(batch, c.num_heads, c.num_kv_heads):
+            scratch = batch.workspace.array("attention_parts", (shape.scratch_size(c.num_heads, c.value_length),))
+            flash_attention(device, q, inputs, shape, cache, kv_type, params, batch.record, scratch, mixed)
         return mixed.reshape(batch.num_tokens, c.num_heads * c.value_length)
 
     def _take_outputs(self, device: Device, batch: Batch, x: Any, mixed: Any) -> tuple[Any, Any]:

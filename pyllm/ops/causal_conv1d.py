@@ -80,13 +80,16 @@ def plan_causal_conv1d(
     tables = (inputs.positions, inputs.token_seq, inputs.cu_seqlens, inputs.state_rows, inputs.state_epochs)
     vector = 4 if not any(n % 4 for n in _extents(x, channels, state)) and num_taps <= MAX_SHARED_TAPS else 1
     fused = norm is not None and vector > 1 and norm.head_dim in (32, 64, 128)
-    tokens = 1 if num_tokens <= FEW_TOKENS or num_taps > MAX_SHARED_TAPS else 8
-    threads = 64 if num_tokens <= FEW_TOKENS else 128
+    few, one_seq = num_tokens <= FEW_TOKENS, num_seqs == 1
+    if target.batch_invariant:
+        few, one_seq = True, False
+    tokens = 1 if few or num_taps > MAX_SHARED_TAPS else 8
+    threads = 64 if few else 128
     eps, normed = (norm.eps, norm.num_heads * norm.head_dim) if norm is not None and fused else (0.0, 0)
     sizes = (x.start, x.row_size, channels, normed, num_tokens)
     places = (state.shape.row_size, state.window_start, len(state.shape.layers), state.index)
     args = (x.array, weight, state.values, state.marks, *tables, out, np.float32(eps), *map(np.int32, sizes + places))
-    defines = {"TAPS": num_taps, "VEC": vector, "TOKENS": tokens, "THREADS": threads, "ONE_SEQ": int(num_seqs == 1)}
+    defines = {"TAPS": num_taps, "VEC": vector, "TOKENS": tokens, "THREADS": threads, "ONE_SEQ": int(one_seq)}
     defines["HEAD"] = norm.head_dim if norm is not None and fused else 0
     grid = (-(-channels // (threads * vector)), -(-num_tokens // tokens))
     launches = [KernelLaunch("causal_conv1d", "causal_conv1d", grid, (threads,), args, defines)]

@@ -33,6 +33,7 @@ WGMMA_PANEL = 64  # elements
 WGMMA_STATIC = 1 << 10  # bytes of static shared memory beyond STATIC_SHARED
 MOST_STAGES = 7  # units of copies on their way
 STATIC_SHARED = 2 << 10  # bytes that the kernels need beside their tiles
+TOKEN_ROWS, TOKEN_SPLITS = 512, 16  # rows of a part and most parts, where each token is attended to by itself
 
 LOG2_E = 1.4426950408889634
 SMALLEST_FACTOR = 1e-30
@@ -90,6 +91,17 @@ class AttentionShape:
         more = min(MOST_MORE // chunks, most_rows // LEAST_ROWS_MORE)
         least_rows = LEAST_ROWS if fill >= more else LEAST_ROWS_MORE
         return cls(num_seqs, longest, few, max(1, min(max(fill, more), MAX_SPLITS)), least_rows, short)
+
+    @classmethod
+    def by_token(cls, num_tokens: int, most_rows: int) -> AttentionShape:
+        """For tokens that each are a sequence of their own (`token_tables`): how a token's rows are split depends on
+        their number alone.
+
+        Args:
+            most_rows: rows of the token that sees most; an upper bound will do.
+        """
+        splits = min(TOKEN_SPLITS, -(-most_rows // TOKEN_ROWS))
+        return cls(num_tokens, 1, 1, splits, TOKEN_ROWS, False)
 
     def scratch_size(self, num_heads: int, head_dim: int) -> int:
         """float32 elements of scratch: for each split, sums, a maximum and a total."""

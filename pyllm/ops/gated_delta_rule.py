@@ -228,7 +228,7 @@ def plan_gated_delta_rule(
     if scratch is None or num_seqs > 1:
         numbers = map(np.int32, (*columns, *counts, *sizes, few))
         args = (qkv, *gates, state.values, state.marks, *tables, record, out, *numbers)
-        one = longest == 1 and num_seqs == num_tokens
+        one = longest == 1 and num_seqs == num_tokens and not target.batch_invariant
         launches.append(_token_launch(heads, num_seqs, one, args, defines))
     return launches
 
@@ -268,7 +268,7 @@ def scratch_shape(
         num_tokens, num_seqs: of the ubatch.
         longest: tokens of the longest sequence.
     """
-    if target is None or longest <= TOKEN_BY_TOKEN or not _stages(target, heads.head_dim):
+    if target is None or target.batch_invariant or longest <= TOKEN_BY_TOKEN or not _stages(target, heads.head_dim):
         return None
     return _num_slots(num_tokens, num_seqs), _slot_size(heads)
 

@@ -82,11 +82,11 @@ def plan_linear(
     num_tokens, k = x.shape
     require(k % 8 == 0, "linear", f"rows of {weights[0].name} are not a multiple of 8 long")
     launches: list[KernelLaunch | GemmLaunch] = []
-    if norm is not None and not (fuses_norm(num_tokens, k) and x.dtype == np.float32):
+    if norm is not None and not (fuses_norm(target, num_tokens, k) and x.dtype == np.float32):
         normed, scratch = _part(scratch, (num_tokens, k))
         launches += plan_rms_norm(target, x, norm.weight, norm.eps, normed, False)
         x, norm = normed, None
-    if gate and not fuses_gate(num_tokens, weights):
+    if gate and not fuses_gate(target, num_tokens, weights):
         halves = []
         for weight in weights:
             half, scratch = _part(scratch, (num_tokens, weight.shape[0]))
@@ -95,7 +95,7 @@ def plan_linear(
         plan = GATES[gate].plan
         assert plan is not None
         return [*launches, *plan(target, *halves, out)]
-    thin = is_thin(num_tokens)
+    thin = is_thin(target, num_tokens)
     launches += plan_products(
         target, Products(x, weights, out, accumulate, bias if thin else None, norm, gate), scratch
     )
@@ -122,10 +122,10 @@ def linear_scratch(
     if target is None:
         return 0
     k, size = weights[0].shape[1], 0
-    if norm and not (fuses_norm(num_tokens, k) and x_dtype == np.float32):
+    if norm and not (fuses_norm(target, num_tokens, k) and x_dtype == np.float32):
         size += -(-num_tokens * k // 8) * 8
         x_dtype = np.float16
-    if gate and not fuses_gate(num_tokens, weights):
+    if gate and not fuses_gate(target, num_tokens, weights):
         size += sum(-(-num_tokens * weight.shape[0] // 8) * 8 for weight in weights)
     return size + products_scratch(target, num_tokens, weights, x_dtype)
 

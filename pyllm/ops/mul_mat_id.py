@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 VEC_PAIRS = 64  # up to here every (token, slot) pair reads its expert's rows for itself
 EMULATED_VEC_PAIRS = 16
 ROWS = 2  # of a weight that a warp multiplies at a time
+INVARIANT_PAIRS = 32  # of a tile, always, for a batch-invariant target; 64 where tiles are no smaller
 
 
 def mul_mat_id_ref(
@@ -36,7 +37,11 @@ def mul_mat_id_ref(
 
 def expert_tile_rows(target: Target | None, num_pairs: int, num_experts: int) -> int:
     """Pairs of a tile (`ExpertLists.bm`) for a number of (token, slot) pairs; 0 where `mul_mat_id` needs no lists."""
-    if target is None or num_pairs <= (EMULATED_VEC_PAIRS if target.vendor == "host" else VEC_PAIRS):
+    if target is None:
+        return 0
+    if target.batch_invariant:
+        return INVARIANT_PAIRS if target.vendor == "cuda" else 64
+    if num_pairs <= (EMULATED_VEC_PAIRS if target.vendor == "host" else VEC_PAIRS):
         return 0
     if target.vendor != "cuda":
         return 64

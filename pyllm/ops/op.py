@@ -17,6 +17,8 @@ class Target:
         warp_size: threads that run in step, 32 or 64.
         tiles: which matrix instructions: "mma" (NVIDIA), "wmma" (RDNA) or "mfma" (CDNA).
         multiprocessors: how many there are; for plans whose blocks take turns.
+        batch_invariant: what is computed of a token must not depend on how many tokens or sequences there are: plans
+            choose by the shapes of weights alone.
     """
 
     vendor: str
@@ -24,6 +26,7 @@ class Target:
     warp_size: int
     tiles: str
     multiprocessors: int = 132
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Three ways, chosen by shapes and target alone:
   matrices in one launch; it can normalise its input and put a gate behind its products;
 * more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies, on Hopper `mul_mat_wgmma`;
 * large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
+
+For a batch-invariant target there is one way: `mul_mat_thin` as it is cut up for its most tokens, so often as it takes.
 """
 
 from __future__ import annotations
@@ -106,24 +108,26 @@ class Products:
         return int(self.x.shape[1])
 
 
-def is_thin(num_tokens: int) -> bool:
+def is_thin(target: Target, num_tokens: int) -> bool:
     """Whether the kernel for few tokens is taken."""
-    return num_tokens <= THIN_TOKENS
+    return target.batch_invariant or num_tokens <= THIN_TOKENS
 
 
-def fuses_norm(num_tokens: int, k: int) -> bool:
+def fuses_norm(target: Target, num_tokens: int, k: int) -> bool:
     """Whether that kernel normalises its input itself."""
+    if target.batch_invariant:
+        return False
     return num_tokens <= FUSED_NORM_TOKENS and 2 * FUSED_NORM_TOKENS * k <= FUSED_NORM_BYTES
 
 
-def fuses_gate(num_tokens: int, weights: Sequence[Weight]) -> bool:
+def fuses_gate(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
     """Whether that kernel puts the gate behind its products."""
-    return is_thin(num_tokens) and weights[0].qtype == weights[1].qtype
+    return is_thin(target, num_tokens) and weights[0].qtype == weights[1].qtype
 
 
 def plan_products(target: Target, products: Products, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
     """All launches; a bias is a part of them for few tokens only (`bias_launch`)."""
-    if is_thin(products.num_tokens):
+    if is_thin(target, products.num_tokens):
         return list(_thin_launches(target, products))
     launches: list[KernelLaunch | GemmLaunch] = []
     x, num_tokens, column = products.x, products.num_tokens, 0
@@ -180,11 +184,12 @@ def _thin_launch(target: Target, products: Products, weights: Sequence[Weight], 
         np.float32(0 if norm is None else norm.eps),
         *map(np.int32, (*rows, num_tokens, out.shape[1], k)),
     )
-    if whole := Whole.of(target, num_tokens, first, tiles, matrices):
+    if not target.batch_invariant and (whole := Whole.of(target, num_tokens, first, tiles, matrices)):
         shared = whole.shared_bytes(target, num_tokens, k)
         name = "mul_mat_thin_s8"
         return KernelLaunch(name, name, (whole.blocks,), (whole.threads,), args, defines | whole.defines(), shared)
-    tokens = next(size for size in (2, 8, 16, 32) if size >= num_tokens)
+    fits = (size for size in (2, 8, 16) if size >= num_tokens and not target.batch_invariant)
+    tokens = next(fits, THIN_TOKENS)
     staging = Staging.of(target, first, tokens, tiles, matrices)
     defines |= {"TOKENS": tokens, "FULL": int(k % staging.unit_k == 0), **staging.defines(first.qtype)}
     shared = staging.shared_bytes(target, first.qtype, tokens, k) + (2 * num_tokens * k if norm is not None else 0)
@@ -299,7 +304,7 @@ def _results_of_block(blocks: int, results: int, most: int) -> int:
 def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool:
     """Where decoding the weights to float16 and calling the library's product was measured to be faster than tiles:
     on NVIDIA, for products that outweigh two launches more. See BENCHMARKS.md."""
-    if target is None or target.vendor != "cuda" or is_thin(num_tokens):
+    if target is None or target.vendor != "cuda" or is_thin(target, num_tokens):
         return False
     n, k = weight.shape
     return num_tokens * n * k >= (LIBRARY_WORK_WGMMA if uses_wgmma(target, weight.qtype) else LIBRARY_WORK)
@@ -307,7 +312,9 @@ def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool
 
 def _takes_half(target: Target | None, num_tokens: int, weight: Weight) -> bool:
     """Whether a product has to have its x in float16."""
-    return uses_library(target, num_tokens, weight) or (not is_thin(num_tokens) and uses_wgmma(target, weight.qtype))
+    if target is None or is_thin(target, num_tokens):
+        return False
+    return uses_library(target, num_tokens, weight) or uses_wgmma(target, weight.qtype)
 
 
 def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[Weight], x_dtype: Any) -> int:

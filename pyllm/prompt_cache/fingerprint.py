@@ -2,7 +2,7 @@
 
 A fingerprint is a few texts by name: the model, its weights, its tokeniser, how rows are stored. The first that differs
 is what a person is told. Where rows were computed is not among them: rows of one type are the same on all devices, up
-to the rounding of sums.
+to the rounding of sums. Engines that are batch-invariant want every bit: they take rows of their own kind only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _WORDS = {
     "page_size": "page size",
     "shapes": "shapes of rows and states",
     "layout": "layout of pages",
+    "arithmetic": "order of sums",  # of batch-invariant engines
 }
-_SHOWN = ("architecture", "name", "types", "kv_type", "page_size", "layout")
+_SHOWN = ("architecture", "name", "types", "kv_type", "page_size", "layout", "arithmetic")
 
 
 class Identity(Mapping[str, str]):
@@ -83,8 +84,14 @@ def _state(path: Path) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def fingerprint(gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, page_size: int) -> Identity:
-    """The fingerprint of an engine."""
+def fingerprint(
+    gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, page_size: int, arithmetic: str = ""
+) -> Identity:
+    """The fingerprint of an engine.
+
+    Args:
+        arithmetic: what every bit of its rows depends on, where that counts.
+    """
     metadata = {key: gguf.metadata[key] for key in gguf.metadata}
     texts = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     about = ("general.name", "general.url", "general.description", "tokenizer.", "split.")
@@ -102,6 +109,7 @@ def fingerprint(gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, pag
         "page_size": str(page_size),
         "shapes": repr(shapes),
         "layout": str(LAYOUT),
+        "arithmetic": arithmetic,
     }
     return Identity(texts_by_name, gguf.path)
 
@@ -109,10 +117,10 @@ def fingerprint(gguf: GGUFModel, config: TransformerConfig, kv_type: KVType, pag
 def difference(found: Mapping[str, object], own: Mapping[str, str]) -> str | None:
     """What a person is told about rows of another engine; None when they can be used."""
     for key, word in _WORDS.items():
-        if found.get(key) == own[key]:
+        if found.get(key, "") == own[key] or (key == "arithmetic" and not own[key]):
             continue
         if key in _SHOWN:
-            return f"it is of another {word}: {str(found.get(key))[:80]!r}, not {own[key][:80]!r}"
+            return f"it is of another {word}: {str(found.get(key, ''))[:80]!r}, not {own[key][:80]!r}"
         return f"it is of another model: the {word} differ"
     return None
 
