@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,8 +35,7 @@ MAX_CAPTURED = 64  # recordings that are kept; of decode steps there are a few, 
 MAX_WARM = 4096  # shapes that are remembered as run once
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive tokens of one sequence in a ubatch.
 
     Attributes:
@@ -174,15 +173,16 @@ class Logits:
         np.put_along_axis(rows, self.ids[start:stop], values, axis=1)
         return rows
 
-    def best(self, row: int, num_tokens: int) -> int | None:
-        """The column below num_tokens with the largest value, the first of equals, where the candidates show it and it
-        is finite."""
-        if self.ids is None:
-            return None
-        for token, value in zip(self.ids[row].tolist(), self.values[row].tolist(), strict=True):
-            if token < num_tokens:
-                return token if math.isfinite(value) else None
-        return None
+    def best(self, num_tokens: int) -> list[int | None]:
+        """For each row the column below num_tokens with the largest value, the first of equals, where the candidates
+        show it and it is finite."""
+        if self.ids is None or not self.ids.size:
+            return [None] * len(self.values)
+        inside = self.ids < num_tokens
+        first = inside.argmax(axis=1)[:, None]
+        tokens = np.take_along_axis(self.ids, first, axis=1)[:, 0]
+        known = inside.any(axis=1) & np.isfinite(np.take_along_axis(self.values, first, axis=1)[:, 0])
+        return [token if is_known else None for token, is_known in zip(tokens.tolist(), known.tolist(), strict=True)]
 
 
 class Outputs:
@@ -294,7 +294,7 @@ class Executor:
         self._bound_queue()
         self._resynchronise()
         slot, views = self._ring.acquire()
-        self._write_inputs(views, segments)
+        self._write_inputs(slot, views, segments)
         slot.seal()
         num_outputs = sum(segment.num_outputs for segment in segments)
         outputs = Outputs(self.device, num_outputs, self.model.vocab_size, self._num_candidates(segments))
@@ -313,7 +313,9 @@ class Executor:
             outputs.release()
             raise
         self._queued.append(done)
-        for segment in segments:  # only now: a step that broke off has left the states that it began from as they were
+        for segment in (
+            segments if self.cache.recurrent is not None else ()
+        ):  # only now: a step that broke off has left the states that it began from as they were
             if segment.seq.state is not None:
                 segment.seq.state.advance(len(segment.token_ids))
         return Step(segments, done, outputs)
@@ -332,8 +334,9 @@ class Executor:
 
     def _await_states(self, segments: Sequence[Segment]) -> None:
         """The rows of recurrent states that this step will write may still be copied to checkpoints."""
-        for segment in segments:
-            if self.cache.recurrent is not None and segment.seq.state is not None:
+        for segment in segments if self.cache.recurrent is not None else ():
+            if segment.seq.state is not None:
+                assert self.cache.recurrent is not None
                 self.cache.recurrent.before_write(segment.seq.state.row ^ 1)
 
     def _views_by_slot(self) -> dict[int, InputViews]:
@@ -495,12 +498,11 @@ class Executor:
             raise UsageError(f"a ubatch of {num_tokens} tokens; the limit is {self.layout.max_tokens}")
         if len(segments) > self.layout.max_seqs:
             raise UsageError(f"a ubatch of {len(segments)} sequences; the limit is {self.layout.max_seqs}")
-        for segment in segments:
-            self.check_tokens(segment.token_ids)
-            if max(segment.place, segment.source) >= self.layout.max_seqs:
-                raise UsageError(f"places end at {self.layout.max_seqs - 1}")
-            if segment.source >= 0 and len(segment.token_ids) != 1:
-                raise UsageError("a segment with a source has one token")
+        self.check_tokens([token for segment in segments for token in segment.token_ids])
+        if max(max(segment.place, segment.source) for segment in segments) >= self.layout.max_seqs:
+            raise UsageError(f"places end at {self.layout.max_seqs - 1}")
+        if any(segment.source >= 0 and len(segment.token_ids) != 1 for segment in segments):
+            raise UsageError("a segment with a source has one token")
 
     def keeps_tokens(self, segments: Sequence[Segment]) -> bool:
         """Whether a step of these segments leaves tokens at their places: where candidates are chosen on the device."""
@@ -508,36 +510,64 @@ class Executor:
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise UsageError unless every id is a row of the token embedding."""
-        bad = next((token for token in token_ids if not 0 <= token < self.model.vocab_size), None)
-        if bad is not None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.model.vocab_size):
+            bad = next(token for token in token_ids if not 0 <= token < self.model.vocab_size)
             raise UsageError(f"token id {bad} is not in 0..{self.model.vocab_size - 1}")
 
-    def _write_inputs(self, views: InputViews, segments: Sequence[Segment]) -> None:
+    def _write_inputs(self, slot: InputSlot, views: InputViews, segments: Sequence[Segment]) -> None:
+        """A step of hundreds of sequences takes a few milliseconds: what is done for each of them is little."""
         views.head_serial[0] = views.tail_serial[0] = self._serial + 1
-        views.cu_seqlens[:] = 0
-        token, output = 0, 0
+        num_seqs = len(segments)
+        counts, starts, seq_ids, wanted, places = np.array(
+            [(len(s.token_ids), s.start, s.seq.seq_id, s.num_outputs, s.place) for s in segments], np.int64
+        ).T
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        views.cu_seqlens[0] = 0
+        views.cu_seqlens[1 : num_seqs + 1] = ends
+        views.cu_seqlens[num_seqs + 1 :] = total
+        positions = np.arange(total) + np.repeat(starts - ends + counts, counts)
+        views.token_ids[:total] = [token if s.source < 0 else -1 - s.source for s in segments for token in s.token_ids]
+        views.positions[:total] = positions
+        views.token_seq[:total] = np.repeat(np.arange(num_seqs), counts)
+        views.row_ids[:total] = self._row_ids(segments, positions, ends)
+        self._write_outputs(views, ends, wanted, places)
+        views.kv_lens[:num_seqs] = starts + counts
+        views.seq_ids[:num_seqs] = seq_ids
+        self._write_tables(slot, views, segments)
+
+    def _row_ids(self, segments: Sequence[Segment], positions: np.ndarray, ends: np.ndarray) -> np.ndarray | list[int]:
+        if len(positions) == len(segments):
+            size = self.cache.page_size
+            return [s.seq.pages[s.start // size] * size + s.start % size for s in segments]
+        parts = np.split(positions, ends[:-1])
+        return np.concatenate([self.cache.row_ids(s.seq, part) for s, part in zip(segments, parts, strict=True)])
+
+    @staticmethod
+    def _write_outputs(views: InputViews, ends: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> None:
+        """The last tokens of each segment, as many as wanted; the very last one's result has a place."""
+        stops = np.cumsum(wanted)
+        total = int(stops[-1])
+        views.out_tokens[:total] = np.arange(total) + np.repeat(ends - stops, wanted)
+        views.out_places[:total] = -1
+        has_some = wanted > 0
+        views.out_places[stops[has_some] - 1] = places[has_some]
+
+    def _write_tables(self, slot: InputSlot, views: InputViews, segments: Sequence[Segment]) -> None:
+        """Pages and states. A slot keeps the pages that it was given before: an epoch is given out once, so the number
+        of pages and the last one's epoch say which pages of a sequence they are."""
+        known = slot.tables if self._hooks.corrupt is None else {}
         for index, segment in enumerate(segments):
-            count = len(segment.token_ids)
-            span = slice(token, token + count)
-            positions = np.arange(segment.start, segment.start + count)
-            views.token_ids[span] = segment.token_ids if segment.source < 0 else -1 - segment.source
-            views.positions[span] = positions
-            views.token_seq[span] = index
-            views.row_ids[span] = self.cache.row_ids(segment.seq, positions)
-            wanted = range(token + count - segment.num_outputs, token + count)
-            views.out_tokens[output : output + len(wanted)] = wanted
-            views.out_places[output : output + len(wanted)] = -1
-            if wanted:
-                views.out_places[output + len(wanted) - 1] = segment.place
-            views.kv_lens[index] = segment.start + count
-            views.seq_ids[index] = segment.seq.seq_id
-            pages = segment.seq.pages
-            views.page_table[index, : len(pages)] = pages
-            views.page_epochs[index, : len(pages)] = segment.seq.epochs
-            if (state := segment.seq.state) is not None:
+            seq = segment.seq
+            epochs = seq.epochs
+            count = len(epochs)
+            table = (seq.seq_id, count, epochs[-1])
+            if known.get(index) != table:
+                views.page_table[index, :count] = seq.pages
+                views.page_epochs[index, :count] = epochs
+                known[index] = table
+            if (state := seq.state) is not None:
                 views.state_rows[index], views.state_epochs[index] = state.row, state.epoch
-            token, output = token + count, output + len(wanted)
-            views.cu_seqlens[index + 1 :] = token
 
 
 def _bucket(num_rows: int) -> int:

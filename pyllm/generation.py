@@ -7,15 +7,13 @@ them on with `LLM.advance`, and take what has come. This module knows requests a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyllm.request import Request
 from pyllm.text_stream import PieceSource, TextStream
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One generated token.
 
     Attributes:
@@ -62,7 +60,7 @@ class Generation:
             PyllmError: the generation broke off; what was taken before is right.
         """
         request = self._request
-        if self._is_over or not self.has_news:
+        if self._is_over or not (request.emitted or request.finish_reason is not None):
             return None
         if not request.emitted:
             if request.error is not None:
@@ -82,8 +80,8 @@ class Generation:
 
     def _last_reason(self) -> str | None:
         """The finish reason when the token just taken was the last one."""
-        over = self._request.finish_reason in ("stop", "length") and not self._request.emitted
-        return self._request.finish_reason if over else None
+        reason = self._request.finish_reason
+        return reason if reason in ("stop", "length") and not self._request.emitted else None
 
     def close(self, reason: str = "cancelled") -> None:
         """End the generation, wherever it is. Calling it twice is harmless."""

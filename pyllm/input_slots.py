@@ -17,12 +17,14 @@ class InputSlot:
     Attributes:
         bytes: [layout.num_bytes] uint8, what the device copies; read-only for the host.
         number: of the slot in its ring, from 1 on.
+        tables: for whoever fills it: what of its page tables is there from the last time.
     """
 
     def __init__(self, device: Device, layout: InputLayout, number: int) -> None:
         self._pinned = device.pinned(layout.num_bytes)
         self._pinned.writable()[:] = 0
         self.number = number
+        self.tables: dict[int, tuple[int, int, int]] = {}
         self._device = device
         self._layout = layout
         self._views: InputViews | None = None

@@ -164,7 +164,11 @@ class KVCache:
         Returns:
             False, with nothing changed, when too few pages are free.
         """
-        missing = self.pages_for(seq.length + num_rows) - len(seq.pages)
+        length = seq.length + num_rows
+        if seq.owns_tail and length <= len(seq.pages) * self.page_size:
+            seq.length = length
+            return True
+        missing = self.pages_for(length) - len(seq.pages)
         if missing + self._must_copy_tail(seq) > len(self._free):
             return False
         self._own_tail(seq)

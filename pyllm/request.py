@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from pyllm.device import Event
 from pyllm.errors import PyllmError
+from pyllm.executor import CANDIDATES
 from pyllm.kv_cache import SequenceKV
 from pyllm.sampling import Sampled, Sampler, SamplingParams
 
@@ -69,6 +71,11 @@ class Request:
     started_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
+
+    @cached_property
+    def whole_rows(self) -> bool:
+        """Whether choosing takes more of a row of logits than its candidates."""
+        return self.params is None or not self.params.chooses_among(CANDIDATES)
 
     @property
     def num_pending(self) -> int:

@@ -15,6 +15,7 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,7 +127,7 @@ class SamplingParams:
             return False
         return self.temperature == 0 or 0 < self.top_k <= num_candidates
 
-    @property
+    @cached_property
     def takes_best(self) -> bool:
         """Whether the token is the one with the largest logit, whatever else the row holds."""
         return self.temperature == 0 and self.chooses_among(1)
@@ -199,6 +200,10 @@ class Sampled:
     token: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+plain_sampled = lru_cache(1 << 12)(Sampled)
+"""Tokens without more, made once."""
 
 
 class PieceSource(Protocol):

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
-from pyllm.executor import CANDIDATES, Executor, Logits, Segment, Step
+from pyllm.executor import Executor, Logits, Segment, Step
 from pyllm.fault_messages import as_pyllm_error, what_hit
 from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.interrupts import deferred_interrupt
@@ -24,8 +24,9 @@ from pyllm.overflow import Overflow
 from pyllm.prompt_cache.index import PrefixIndex, Taken
 from pyllm.prompt_cache.state_saving import save_end_of_turn, save_state, up_to_checkpoint
 from pyllm.request import Request
-from pyllm.sampling import Sampled
+from pyllm.sampling import plain_sampled
 
+_UNKNOWN = (0,)  # in the place of a token that only the device knows
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
 
@@ -255,10 +256,13 @@ class Scheduler:
         room = self._ubatch_size
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
-        for request in sorted(self._running, key=lambda r: r.num_pending > 1):  # stable: decoding first, then by age
+        pending = [request.num_pending for request in self._running]
+        decoding = [request for request, count in zip(self._running, pending, strict=True) if count <= 1]
+        others = [request for request, count in zip(self._running, pending, strict=True) if count > 1]
+        for request in (*decoding, *others):  # decoding first, then by age
             if request.kv is None or request.finish_reason or room == 0 or not self._is_ready(request):
                 continue
-            if request.num_pending <= 0:
+            if request.kv.length >= len(request.token_ids):
                 if self._can_run_ahead(request) and self._cache.extend(request.kv, 1):
                     chosen.append((request, self._segment(request, 1)))
                     room -= 1
@@ -278,7 +282,9 @@ class Scheduler:
 
     @staticmethod
     def _is_ready(request: Request) -> bool:
-        if request.ready is not None and request.ready.query():
+        if request.ready is None:
+            return True
+        if request.ready.query():
             request.ready = None
         return request.ready is None
 
@@ -298,13 +304,13 @@ class Scheduler:
     def _make_room(self, request: Request, count: int, chosen: list[tuple[Request, Segment]]) -> bool:
         """Extend a request's rows; put younger requests back into the queue while pages are short."""
         assert request.kv is not None
-        taken = {id(other) for other, _ in chosen}
         while not self._cache.extend(request.kv, count):
             if self._index is not None:
                 if self._index.make_room(self._cache.num_free_pages + 1):
                     continue
                 if self._cache.extend(request.kv, count):
                     return True  # its last page, which the index had too, is its own now: no copy is needed
+            taken = {id(other) for other, _ in chosen}
             younger = self._running[self._running.index(request) + 1 :]
             victim = next((other for other in reversed(younger) if id(other) not in taken), None)
             if victim is None:
@@ -337,16 +343,14 @@ class Scheduler:
     @staticmethod
     def _segment(request: Request, count: int) -> Segment:
         """The next `count` tokens, for which the rows were just added."""
-        assert request.kv is not None
-        start = request.kv.length - count
-        reaches_end = request.kv.length >= len(request.token_ids)
-        num_outputs = count if request.sampler is None else int(reaches_end)
-        whole_rows = request.params is None or not request.params.chooses_among(CANDIDATES)
-        token_ids = request.token_ids[start : start + count]
+        kv, params = request.kv, request.params
+        assert kv is not None
+        start = kv.length - count
+        token_ids = request.token_ids[start : kv.length]
+        num_outputs = count if params is None else int(kv.length >= len(request.token_ids))
         source = -1 if token_ids else request.place
-        keeps = num_outputs and request.params is not None and request.params.takes_best
-        place = request.place if keeps else -1
-        return Segment(request.kv, start, token_ids or [0], num_outputs, whole_rows, place, source)
+        place = request.place if num_outputs and params is not None and params.takes_best else -1
+        return Segment(kv, start, token_ids or _UNKNOWN, num_outputs, request.whole_rows, place, source)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
         """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""
@@ -366,7 +370,7 @@ class Scheduler:
         for request, segment in chosen:
             request.num_submitted = segment.start + len(segment.token_ids)
             request.is_kept = keeps and segment.place >= 0
-            if self._index is not None:
+            if self._index is not None and self._cache.recurrent is not None:
                 save_state(self._cache, request)
         return num_tokens
 
@@ -386,34 +390,34 @@ class Scheduler:
         self._in_flight.popleft()
         if found:
             self._handle_faults(entry, found)
-        row = 0
+        row, best = 0, logits.best(self._num_tokens)
         for request, segment in zip(entry.requests, entry.step.segments, strict=True):
             first, row = row, row + segment.num_outputs
             if request.kv is not segment.seq or request.finish_reason is not None:
                 continue
             try:
                 self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
-                self._take_logits(request, logits, first, row)
+                if request.sampler is None:
+                    self._take_logits(request, logits, first, row)
+                elif first < row:
+                    self._sample(request, logits, row - 1, best[row - 1])
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(request, "error", as_pyllm_error(error))
 
     def _take_logits(self, request: Request, logits: Logits, start: int, stop: int) -> None:
-        """Take rows start..stop-1."""
-        if request.sampler is None:
-            request.logits.append(logits.rows(start, stop))
-            if request.num_pending == 0 and sum(map(len, request.logits)) == len(request.token_ids):
-                self._end(request, "stop")
-        elif start < stop:
-            self._sample(request, logits, stop - 1)
+        """Take rows start..stop-1, which are wanted themselves."""
+        request.logits.append(logits.rows(start, stop))
+        if request.num_pending == 0 and sum(map(len, request.logits)) == len(request.token_ids):
+            self._end(request, "stop")
 
-    def _sample(self, request: Request, logits: Logits, row: int) -> None:
+    def _sample(self, request: Request, logits: Logits, row: int, best: int | None) -> None:
+        """Choose a token by a row, of which `best` is the likeliest, as far as that is known."""
         assert request.sampler is not None and request.params is not None
-        best = logits.best(row, self._num_tokens) if request.params.takes_best else None
-        if best is None:
+        if best is None or not request.params.takes_best:
             whole = logits.rows(row, row + 1)[0, : self._num_tokens]
             sampled = request.sampler.sample(whole, request.token_ids)
         else:
-            sampled = Sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
+            sampled = plain_sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
         if not request.num_generated:
             request.first_token_at = time.perf_counter()
         request.token_ids.append(sampled.token)

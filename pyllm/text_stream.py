@@ -15,9 +15,7 @@ from pyllm.errors import UsageError
 class PieceSource(Protocol):
     """What a stream needs of a tokeniser."""
 
-    def piece(self, token_id: int, opens: bool, skip_special: bool = False) -> bytes: ...
-
-    def is_special(self, token_id: int) -> bool: ...
+    def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]: ...
 
 
 class TextStream:
@@ -63,8 +61,9 @@ class TextStream:
         Raises:
             UsageError: no such token.
         """
-        data = self._tokenizer.piece(token_id, self._opens, self._skip_special)
-        self._opens = self._tokenizer.is_special(token_id)
+        data, self._opens = self._tokenizer.shown_piece(token_id, self._opens, self._skip_special)
+        if not self._stop and not self._decoder.buffer and data.isascii():
+            return data.decode("ascii")
         return self._take(self._decoder.decode(data))
 
     def flush(self) -> str:

@@ -17,6 +17,8 @@ from pyllm.tokenizer_special import ControlTexts, SpecialTokens
 from pyllm.tokenizer_spm import SpmModel, byte_token_value
 from pyllm.tokenizer_vocab import BPE, HIDDEN_TYPES, MARKED_TYPES, TokenType, Vocabulary, read_vocabulary
 
+_MOST_SHOWN = 1 << 14  # pieces that are kept
+
 
 class Tokenizer:
     """The tokeniser of one model file. Not changed by use; threads may share it.
@@ -38,6 +40,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocab.bos_id, vocab.eos_id
         self.eog_ids = vocab.eog_ids
         self.add_bos, self.add_eos = vocab.add_bos, vocab.add_eos
+        self._shown: dict[tuple[int, bool, bool], tuple[bytes, bool]] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -107,8 +110,22 @@ class Tokenizer:
     def _pieces(self, ids: Iterable[int], skip_special: bool, continues: bool) -> Iterator[bytes]:
         opens = not continues
         for token_id in ids:
-            yield self.piece(token_id, opens, skip_special)
-            opens = self.is_special(token_id)
+            piece, opens = self.shown_piece(token_id, opens, skip_special)
+            yield piece
+
+    def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
+        """`piece`, and whether the next token opens a stretch of text. Those of the last thousands of tokens are kept.
+
+        Raises:
+            UsageError: no such token.
+        """
+        key = token_id, opens, skip_special
+        found = self._shown.get(key)
+        if found is None:
+            if len(self._shown) >= _MOST_SHOWN:
+                self._shown.clear()
+            found = self._shown[key] = self.piece(token_id, opens, skip_special), self.is_special(token_id)
+        return found
 
     def piece(self, token_id: int, opens: bool, skip_special: bool = False) -> bytes:
         """Like `token_bytes`, without the space that `encode` added if the token opens a stretch of text: the first

@@ -97,7 +97,7 @@ class _Prepared:
     thinks: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     job: Job
     generation: Generating
@@ -318,19 +318,20 @@ class Runner:
 
     def _take(self, running: _Running) -> str | None:
         """All that has come; returns the finish reason with the last of it."""
-        while (chunk := running.generation.take()) is not None:
-            if chunk.text:
-                running.texts.append(chunk.text)
-            if chunk.token is not None:
+        job, texts = running.job, running.texts
+        before, reason = running.num_tokens, None
+        while reason is None and (chunk := running.generation.take()) is not None:
+            text, token, reason = chunk[:3]
+            if text:
+                texts.append(text)
+            if token is not None:
                 running.num_tokens += 1
-                self.tally.completion_tokens += 1
-                if chunk.token in self._marks and running.job.messages is not None:
-                    running.texts.append(self._marks[chunk.token])  # a control token: it has no text of its own
-                if running.job.num_logprobs is not None:
+                if token in self._marks and job.messages is not None:
+                    texts.append(self._marks[token])  # a control token: it has no text of its own
+                if job.num_logprobs is not None:
                     running.tokens.append(chunk)
-            if chunk.finish_reason is not None:
-                return chunk.finish_reason
-        return None
+        self.tally.completion_tokens += running.num_tokens - before
+        return reason
 
     @staticmethod
     def _usage(running: _Running) -> Usage:

@@ -80,7 +80,7 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
     assert told == {name: str(defaults[name]) for name in told}
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
     elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
-    elsewhere |= {"inflight", "kv_trace"}
+    elsewhere |= {"inflight", "kv_trace", "batch_invariant"}
     assert set(told) == (names | {"cache_disk", "overflow", "keep"}) - elsewhere
 
 

@@ -261,3 +261,44 @@ def test_a_record_counts_beyond_its_capacity() -> None:
     assert str(faults.entries(record)[-1]) == (
         "a K/V row is not this sequence's own: sequence 1, position 5, layer 2, page 3, row 4 (expected 6, found 7)"
     )
+
+
+def test_slots_have_the_pages_that_sequences_have_now() -> None:
+    """A slot keeps page tables from step to step: they follow sequences that grow, are cut, fork and change places."""
+    rng = np.random.default_rng(5)
+    with open_engine(model_path("llama-a-f32"), page_size=4, ctx_size=64, n_seqs=6, ubatch_size=64) as llm:
+        cache, executor = llm._cache, llm._executor
+        sequences = [cache.new_sequence() for _ in range(4)]
+        for _ in range(60):
+            for index, seq in enumerate(sequences):
+                if seq.length and rng.random() < 0.2:
+                    cache.truncate(seq, int(rng.integers(0, seq.num_clean + 1)))
+                elif seq.length > 40:
+                    cache.release(seq)
+                    sequences[index] = cache.new_sequence()
+                elif seq.num_clean > 5 and rng.random() < 0.2 and cache.num_free_pages > 8:
+                    sequences[index] = cache.fork(seq, int(rng.integers(1, seq.num_clean)))
+                    cache.release(seq)
+            order = rng.permutation(4)[: rng.integers(1, 5)]
+            segments = []
+            for index in order:
+                seq, count = sequences[index], int(rng.integers(1, 4))
+                assert cache.extend(seq, count)
+                segments.append(Segment(seq, seq.length - count, IDS[:count], int(rng.integers(0, 2))))
+            step = executor.submit(segments)
+            step.result()
+            slot = executor._ring.slots[(executor._ring._next - 1) % len(executor._ring.slots)]
+            views = executor.layout.views(slot.bytes)
+            total = 0
+            for row, segment in enumerate(segments):
+                pages = segment.seq.pages
+                assert views.page_table[row, : len(pages)].tolist() == pages
+                assert views.page_epochs[row, : len(pages)].tolist() == segment.seq.epochs
+                count = len(segment.token_ids)
+                positions = np.arange(segment.start, segment.start + count)
+                assert (views.positions[total : total + count] == positions).all()
+                assert (views.row_ids[total : total + count] == cache.row_ids(segment.seq, positions)).all()
+                assert (views.token_seq[total : total + count] == row).all()
+                total += count
+                assert views.cu_seqlens[row + 1] == total
+                cache.publish(segment.seq, segment.seq.length)

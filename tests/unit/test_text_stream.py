@@ -18,11 +18,8 @@ class Bytes:
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = pieces or [bytes([byte]) for byte in range(256)]
 
-    def piece(self, token_id: int, opens: bool, skip_special: bool = False) -> bytes:
-        return self.pieces[token_id]
-
-    def is_special(self, token_id: int) -> bool:
-        return False
+    def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
+        return self.pieces[token_id], False
 
 
 def shown(stream: TextStream, ids: list[int] | bytes) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -132,4 +132,4 @@ def test_a_block_that_the_model_opens(engine: Engine, limit: int, more: int, mon
 def _renamed(chunks: Iterator[Any], token: int, to: int) -> Iterator[Any]:
     """The first chunk as if the model had chosen another token."""
     for number, chunk in enumerate(chunks):
-        yield chunk if number else replace(chunk, token=to, text="<think>")
+        yield chunk if number else chunk._replace(token=to, text="<think>")
