@@ -5,8 +5,8 @@
 One sequence decodes as many tokens by itself; then `parallel` lines run through the batch layer, as `pyllm batch` runs
 them, in one process: the first rounds compile and record and are not counted. The device counts as busy from an event
 before a step's first launch to one behind its last; steps whose launches are not recorded leave gaps in between, which
-count as busy. Some lines are then run alone: with --batch-invariant all tokens have to be equal; otherwise the first that
-differs must have been nearly as likely as the other. The status is 1 where not.
+count as busy. Some lines are then run alone: with --batch-invariant all tokens have to be equal; otherwise the first
+that differs must have been nearly as likely as the other. The status is 1 where not.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
@@ -101,7 +102,7 @@ def open_source(argument: str, form: str | None = None, besides: Iterable[Path] 
 def _text_files(argument: str, form: str | None, besides: set[str]) -> Source:
     path = Path(argument)
     if path.is_dir():
-        found = [(child.name, child) for child in path.iterdir() if not child.name.startswith(".")]
+        found = list(_files_below(path))
         what = "no files in this folder"
     elif glob.has_magic(argument):
         found = [(name, Path(name)) for name in glob.glob(argument, recursive=True)]
@@ -114,6 +115,21 @@ def _text_files(argument: str, form: str | None, besides: set[str]) -> Source:
     if not files:
         raise PyllmError(f"{argument}: {what}")
     return TextFiles(files)
+
+
+def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names within the folder, and paths, of files in it and in its subfolders; hidden ones are left out, and links to
+    folders, which may lead anywhere."""
+    for place, folders, names in os.walk(folder, onerror=partial(_cannot_list, str(folder))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                path = Path(place, name)
+                yield str(path.relative_to(folder)), path
+
+
+def _cannot_list(folder: str, error: OSError) -> NoReturn:
+    raise PyllmError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
 
 # lines

@@ -22,40 +22,60 @@ class Output:
     Args:
         path: made when it is not there.
         overwrite: what it holds counts for nothing.
+        without_failed: neither do its records of errors: `prepare` takes them out.
 
     Attributes:
-        done: ids by line, as text, of the records that it holds; None for a line whose id could not be used.
+        done: ids by line, as text, of the records that count; None for a line whose id could not be used.
         num_failed: how many of them are errors.
+        num_taken_out: records of errors that do not count.
         num_cut: bytes of a last line without its end.
 
     Raises:
         PyllmError: it cannot be written, is in use, or holds something else than records.
     """
 
-    def __init__(self, path: Path, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, overwrite: bool = False, without_failed: bool = False) -> None:
         self.path = path
+        self.num_taken_out = 0
+        self._without_failed = without_failed
         self.done: dict[int, str | None] = {}
         self.num_failed = 0
+        self._lines: set[int] = set()
+        self._kept: list[int] = []  # numbers of the records that count
         self.num_cut = 0
         self._is_prepared = False
+        self._file = self._opened()
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise PyllmError(f"{path} cannot be written: {error.strerror}; check the path of -o") from None
-        try:
-            self._lock()
             self._size = 0 if overwrite else self._read()
         except BaseException:
             os.close(self._file)
             raise
 
-    def _lock(self) -> None:
+    def _opened(self) -> int:
+        """The file, locked; another process may replace it in the moment before."""
+        while True:
+            try:
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise PyllmError(f"{self.path} cannot be written: {error.strerror}; check the path of -o") from None
+            try:
+                self._lock(file)
+                if os.path.samestat(os.fstat(file), os.stat(self.path)):
+                    return file
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _lock(self, file: int) -> None:
         import fcntl
 
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+        if not stat.S_ISREG(os.fstat(file).st_mode):
             raise PyllmError(f"{self.path} is no regular file; a batch is resumed from its output, which must be one")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise PyllmError(f"{self.path} is being written by another pyllm batch; wait for it") from None
 
@@ -82,16 +102,59 @@ class Output:
             raise PyllmError(
                 f"{self.path}, line {number}: no record of pyllm batch; choose another -o, or --overwrite"
             ) from None
-        if source in self.done:
+        if source in self._lines:
             raise PyllmError(f"{self.path}, line {number}: a second record of line {source}; choose another -o")
+        self._lines.add(source)
+        if failed and self._without_failed:
+            self.num_taken_out += 1
+            return
+        self._kept.append(number)
         self.done[source] = None if identifier is None else str(identifier)
         self.num_failed += failed
 
     def prepare(self) -> None:
-        """Cut off what counts for nothing."""
+        """Cut off what counts for nothing.
+
+        Raises:
+            PyllmError: records cannot be taken out; they are all there.
+        """
+        if self.num_taken_out:
+            self._take_out()
         os.ftruncate(self._file, self._size)
         os.lseek(self._file, self._size, os.SEEK_SET)
         self._is_prepared = True
+
+    def _take_out(self) -> None:
+        """Put a file with the other records in the place of this one; either is there, whole, at any time."""
+        target = os.path.realpath(self.path)  # behind links, which stay
+        fresh = f"{target}.new"
+        try:
+            file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                self._lock(file)
+                self._size = self._copy_kept(file)
+                os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
+                os.fsync(file)
+                os.replace(fresh, target)
+            except BaseException:
+                os.close(file)
+                raise
+        except OSError as error:
+            raise PyllmError(f"{fresh} cannot be written: {error.strerror}; nothing was changed") from None
+        os.close(self._file)
+        self._file = file
+
+    def _copy_kept(self, file: int) -> int:
+        """Copy the records that count; returns their bytes."""
+        kept = iter([*self._kept, 0])
+        following, size = next(kept), 0
+        with open(self._file, "rb", closefd=False) as source, open(file, "wb", closefd=False) as target:
+            source.seek(0)
+            for number, line in enumerate(source, 1):
+                if number == following:
+                    following = next(kept)
+                    size += target.write(line)
+        return size
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record behind the others, once `prepare` was called; it is the system's when this returns.

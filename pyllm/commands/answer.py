@@ -49,19 +49,22 @@ class Answer:
             if show and self.text and not self.text.endswith("\n"):
                 sys.stdout.write("\n")
 
-    def collect_parts(self, parts: Iterable[Part], view: AnswerView) -> None:
-        """Take all parts, showing them as they come."""
+    def collect_parts(self, parts: Iterable[Part], view: AnswerView | None) -> None:
+        """Take all parts, showing them as they come where there is a view."""
         try:
             for part in parts:
                 self.text += part.answer
                 self.reasoning += part.reasoning
                 self._add(part.chunk)
+                if view is None:
+                    continue
                 if part.reasoning:
                     view.reasoning(part.reasoning)
                 if part.answer:
                     view.answer(part.answer)
         finally:
-            view.end()
+            if view is not None:
+                view.end()
 
     def _add(self, chunk: Chunk) -> None:
         self.finish_reason = chunk.finish_reason
@@ -180,16 +183,20 @@ def _speed(tokens: int, kind: str, rate: float) -> str:
     return f"{count}, {rate:.1f} tokens/s" if rate else count
 
 
-def as_json(llm: LLM, model: str, answer: Answer, timings: Timings) -> str:
+def as_json(llm: LLM, model: str, answer: Answer, stats: Mapping[str, Any], timings: Timings) -> str:
     """One JSON object, ASCII only: every terminal and pipe can take it."""
-    stats = llm.stats
     shown = {
         "model": model,
         "device": llm.device_name,
         "text": answer.text,
+        **({"reasoning": answer.reasoning} if answer.reasoning else {}),
         "tokens": answer.tokens,
         "finish_reason": answer.finish_reason,
-        "usage": {"prompt_tokens": stats["prompt_tokens"], "completion_tokens": len(answer.tokens)},
+        "usage": {
+            "prompt_tokens": stats["prompt_tokens"],
+            "cached_tokens": stats.get("cached_tokens", 0),
+            "completion_tokens": len(answer.tokens),
+        },
         "timings": {name: round(value, 6) for name, value in vars(timings).items()},
         "seed": stats["seed"],
     }

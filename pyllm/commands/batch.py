@@ -53,6 +53,7 @@ class BatchOptions:
     logprobs: int | None
     parallel: int | None
     overwrite: bool
+    retry_failed: bool
     progress: str
     sampling: SamplingOptions
     engine: EngineOptions
@@ -65,6 +66,8 @@ class BatchOptions:
         """
         if self.system is not None and self.raw:
             raise click.UsageError("--system has no place without the chat template; leave out --raw")
+        if self.overwrite and self.retry_failed:
+            raise click.UsageError("--overwrite begins anew, --retry-failed goes on; leave one of the two out")
         if self.output == "-":
             raise click.UsageError("-o - makes no sense: a batch is resumed from its output, which must be a file")
 
@@ -103,6 +106,9 @@ class BatchOptions:
 )
 @click.option("--overwrite", is_flag=True, help="Begin anew: forget what OUT holds.")
 @click.option(
+    "--retry-failed", is_flag=True, help="Answer lines that failed once more: their records are taken out of OUT first."
+)
+@click.option(
     "--progress",
     type=click.Choice(["bar", "json", "none"]),
     default="bar",
@@ -114,15 +120,17 @@ class BatchOptions:
 def command(**values: Any) -> None:
     """Answer each line of INPUT with MODEL; append the answers to OUT.
 
-    INPUT is a file of JSON lines, a CSV or TSV table, a folder or pattern of text files, or - for standard input. A
-    line is {"id": ..., "prompt": ...} or {"id": ..., "messages": [...]}, with settings of its own such as "max_tokens"
-    and "temperature", or a line of an OpenAI batch, which gets a record of that kind. Options here are for lines that
-    say nothing else.
+    INPUT is a file of JSON lines, a CSV or TSV table, a folder or pattern of text files, or - for standard input. Of a
+    folder all files are read, also those in its subfolders, but for hidden ones and links to folders. A line is {"id":
+    ..., "prompt": ...} or {"id": ..., "messages": [...]}, with settings of its own such as "max_tokens" and
+    "temperature", or a line of an OpenAI batch, which gets a record of that kind. Options here are for lines that say
+    nothing else.
 
     PYLLM_MODEL in the environment stands in for MODEL.
 
     Run the same command again after it was ended, however that was, and it goes on where it was. What is wrong with a
-    line becomes a record with an error; the others go on.
+    line becomes a record with an error; the others go on. --retry-failed takes these records out of OUT and answers
+    their lines once more.
 
     Status: 0 all lines are answered, 3 some failed, 130 or 143 ended by Ctrl-C or SIGTERM; else it could not go on.
 
@@ -160,10 +168,12 @@ def run(options: BatchOptions) -> int:
         if out.exists() and os.path.exists(name) and os.path.samefile(name, out):
             raise UsageError(f"{out} is read and would be written; choose another -o")
     source = open_source(options.input, options.format, (out, settings_path(out)))
-    with Output(out, options.overwrite) as output:
+    with Output(out, options.overwrite, options.retry_failed) as output:
         params = _agreed(options, params, template, path, source, output)
         if output.num_cut:
             note(f"{out} ended in the middle of a record; that line is answered again")
+        if output.num_taken_out:
+            note(f"{output.num_taken_out} records of errors are taken out of {out}; their lines are answered once more")
         return _answer(options, params, template, path, source, output)
 
 
@@ -182,8 +192,9 @@ def _agreed(
     """
     from pyllm.batch.settings import check_same, model_identity, read_settings, write_settings
 
-    then = read_settings(output.path) if output.done else None
-    if output.done and then is None:
+    goes_on = output.done or output.num_taken_out
+    then = read_settings(output.path) if goes_on else None
+    if goes_on and then is None:
         raise UsageError(
             f"{output.path} has records, but not the settings of the run that wrote them; choose another -o, or "
             "--overwrite"

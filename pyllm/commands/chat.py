@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -38,7 +37,8 @@ from pyllm.commands.options import (
     taken,
 )
 from pyllm.commands.prompt import checked_text, read_stdin
-from pyllm.commands.session_commands import SessionCommands, resumed
+from pyllm.commands.session_commands import SessionCommands, num_tokens, resumed
+from pyllm.commands.think import SHOW, Think, think_option
 from pyllm.conversation import Conversation
 from pyllm.errors import ContextError, PyllmError, SamplingError, StaleKVError, TemplateError
 from pyllm.terminal.answer_view import AnswerView
@@ -52,31 +52,6 @@ if TYPE_CHECKING:
 
 # What concerns one answer: the next may do better. Any other error ends the program.
 _PASSING = (TemplateError, ContextError, SamplingError, StaleKVError)
-
-
-@dataclass(frozen=True)
-class Think:
-    """What is done with reasoning.
-
-    Attributes:
-        limit: tokens of it at most.
-    """
-
-    hides: bool = False
-    limit: int | None = None
-
-    @classmethod
-    def parsed(cls, ctx: click.Context, param: click.Parameter, text: str) -> Think:
-        """A click callback."""
-        named = {"show": cls(), "hide": cls(hides=True), "off": cls(limit=0)}
-        if text in named:
-            return named[text]
-        if not re.fullmatch(r"[0-9]{1,9}", text):
-            raise click.BadParameter(f"{text!r} is none of show, hide, off and a number of tokens")
-        return cls(limit=int(text))
-
-
-SHOW = Think()
 
 
 @dataclass(frozen=True)
@@ -97,14 +72,7 @@ class ChatOptions:
 @click.command("chat")
 @model_argument
 @click.option("--system", metavar="TEXT", help="System message, put before the conversation by the chat template.")
-@click.option(
-    "--think",
-    metavar="[show|hide|off|N]",
-    default="show",
-    show_default=True,
-    callback=Think.parsed,
-    help="Reasoning: show it dimmed, hide it, ask for none, or show it and end it after N tokens.",
-)
+@think_option
 @session_option
 @click.option("--no-history", is_flag=True, help="Do not keep the lines that are typed for the next time.")
 @engine_options("Tokens that the whole conversation may have. [default: 4096]")
@@ -155,10 +123,11 @@ def run(options: ChatOptions) -> int:
     conversation = Conversation(None if options.system is None else checked_text(options.system, "--system"))
     options.sampling.params()  # complains before the model is loaded
     from_terminal = at_terminal()
+    path = local_model(options.model)
     question = "" if from_terminal else read_stdin().strip()
     if not from_terminal and not question:
         return 0
-    with options.engine.open(local_model(options.model), **options.cache.engine(), **options.overflow.engine()) as llm:
+    with options.engine.open(path, **options.cache.engine(), **options.overflow.engine()) as llm:
         introduce(llm, options.engine.ctx_size)
         conversation = resumed(llm, options.session, conversation)
         chat = Chat(llm, conversation, options.sampling, options.session, options.think)
@@ -205,7 +174,7 @@ class Chat:
         self._answers = 0
         self._ended = False
         self._attachments = Attachments(lambda text: len(llm.tokenize(text, add_special=False)))
-        self._status = status_text(0, llm.ctx_size, 0, 0, 0.0)
+        self.show_context()
         self._editor: Editor | None = None
         self.commands: dict[str, Callable[[str], None]] = {
             "/read": self._attachments.read,
@@ -215,6 +184,12 @@ class Chat:
             "/help": self._help,
             "/exit": self._exit,
         }
+
+    def show_context(self) -> None:
+        """Have the status line say how full the context is with the conversation as it is now: nothing of it was just
+        computed."""
+        used = num_tokens(self._llm, self.conversation)
+        self._status = status_text(used, self._llm.ctx_size, 0, 0, 0.0)
 
     def arguments(self, command: str, beginning: str) -> Iterable[str]:
         """What the argument of a command may be, for completion."""
@@ -321,10 +296,12 @@ class Chat:
             return
         self.conversation.turns.clear()
         self._attachments.clear()
+        self.show_context()
         note("A new conversation")
 
     def _set_system(self, rest: str) -> None:
         self.conversation.system = rest or None
+        self.show_context()
         note("System message set" if rest else "System message removed")
 
     def _help(self, rest: str) -> None:

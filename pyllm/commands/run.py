@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,12 @@ from pyllm.commands.options import (
 )
 from pyllm.commands.prompt import checked_text, read_prompt
 from pyllm.commands.session_commands import resumed, save
+from pyllm.commands.think import SHOW, Think, think_option
 from pyllm.conversation import Conversation
+from pyllm.terminal.answer_view import AnswerView
 
 if TYPE_CHECKING:
-    from pyllm.llm import LLM, Chunk
+    from pyllm.llm import LLM
     from pyllm.sampling import SamplingParams
 
 
@@ -59,6 +61,7 @@ class RunOptions:
     json: bool
     logprobs: int | None
     session: str | None
+    think: Think
     sampling: SamplingOptions
     engine: EngineOptions
     cache: CacheOptions
@@ -74,6 +77,8 @@ class RunOptions:
             raise click.UsageError("--parse-special needs --raw: in a chat, special tokens are the template's alone")
         if self.system is not None and self.raw:
             raise click.UsageError("--system has no place without the chat template; leave out --raw")
+        if self.think != SHOW and self.raw:
+            raise click.UsageError("--think is for chat templates: leave out --raw")
         if self.session is not None and self.raw:
             raise click.UsageError("--session keeps conversations: leave out --raw")
         if self.logprobs is not None and not self.json:
@@ -91,6 +96,7 @@ class RunOptions:
 @click.option(
     "--logprobs", metavar="N", type=SIZE, help="With --json: log-probabilities of each token and of the N likeliest."
 )
+@think_option
 @session_option
 @engine_options("Tokens that prompt and answer may have together. [default: 4096]")
 @overflow_options
@@ -131,30 +137,44 @@ def run(options: RunOptions) -> int:
         with ctrl_c_ends_generation(llm) as until_pressed:
             introduce(llm, options.engine.ctx_size)
             conversation = resumed(llm, options.session, begun)
-            chunks = _chunks(llm, prompt, params, options, conversation)
-            answer.collect(until_pressed(chunks), show=not options.json)
-        timings = Timings.of(load_seconds, llm.stats)
+            stats = _collect(llm, prompt, params, options, conversation, answer, until_pressed)
+        timings = Timings.of(load_seconds, stats)
         if options.json:
-            click.echo(as_json(llm, options.model, answer, timings))
-        _report(llm, answer, timings, options)
+            click.echo(as_json(llm, options.model, answer, stats, timings))
+        _report(llm, answer, stats, timings, options)
         if options.session is not None and answer.text:
             conversation.add(prompt, answer.text, said(llm, answer))
             save(llm, options.session, conversation)
     return INTERRUPTED if answer.finish_reason == "interrupted" else 0
 
 
-def _chunks(
-    llm: LLM, prompt: str, params: SamplingParams, options: RunOptions, conversation: Conversation
-) -> Iterator[Chunk]:
-    if not options.raw:
-        return llm.chat(conversation.asking(prompt), params, answers=conversation.answers())
-    return llm.generate(llm.tokenize(prompt, parse_special=options.parse_special), params)
+def _collect(
+    llm: LLM,
+    prompt: str,
+    params: SamplingParams,
+    options: RunOptions,
+    conversation: Conversation,
+    answer: Answer,
+    until_pressed: Callable[[Iterable[Any]], Iterator[Any]],
+) -> Mapping[str, Any]:
+    """Have the prompt answered; returns counts and times."""
+    if options.raw:
+        chunks = llm.generate(llm.tokenize(prompt, parse_special=options.parse_special), params)
+        answer.collect(until_pressed(chunks), show=not options.json)
+        return llm.stats
+    from pyllm.thinking import ThoughtfulAnswer
+
+    messages, answers = conversation.asking(prompt), conversation.answers()
+    thoughtful = ThoughtfulAnswer(llm, messages, params, options.think.limit, answers)
+    answer.collect_parts(until_pressed(thoughtful.parts()), None if options.json else AnswerView(options.think.hides))
+    return thoughtful.stats
 
 
-def _report(llm: LLM, answer: Answer, timings: Timings, options: RunOptions) -> None:
+def _report(llm: LLM, answer: Answer, stats: Mapping[str, Any], timings: Timings, options: RunOptions) -> None:
     if reason := why_cut_off(llm, answer, options.sampling.max_tokens):
         note(reason)
-    stats = llm.stats
+    if answer.reasoning.strip() and not answer.text.strip():
+        note("No answer: the model was still thinking. --think N ends it earlier")
     note_dropped(stats)
     line = summary(stats, timings)
     if options.sampling.seed is None and options.sampling.temperature != 0 and answer.tokens:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from pyllm.commands.answer import Timings
 from pyllm.commands.console import note, size_text
 from pyllm.conversation import Conversation
-from pyllm.errors import PyllmError, SessionError
+from pyllm.errors import PyllmError, SessionError, TemplateError
 from pyllm.prompt_cache.folder import SUFFIX, ready_path, session_files, session_path, sessions_dir
 
 if TYPE_CHECKING:
@@ -26,6 +26,21 @@ class Asker(Protocol):
 
     def ask(self, question: str) -> None:
         """Answer a question, or say why not."""
+
+    def show_context(self) -> None:
+        """The conversation is another one: say how full the context is with it."""
+
+
+def num_tokens(llm: LLM, conversation: Conversation) -> int:
+    """Tokens of the context that a conversation takes; 0 where its template wants a question first."""
+    if not conversation.turns:
+        return 0
+    try:
+        return len(
+            llm.chat_tokens(conversation.messages(), answers=conversation.answers(), add_generation_prompt=False)
+        )
+    except TemplateError:
+        return 0
 
 
 def load(llm: LLM, name: str) -> Conversation | None:
@@ -173,6 +188,7 @@ class SessionCommands:
         turns = self._chat.conversation.turns
         if turns:
             note(f"Taken back: {_short(turns.pop().question)}")
+            self._chat.show_context()
         else:
             note("There is nothing to take back")
 
@@ -197,6 +213,7 @@ class SessionCommands:
         finally:
             if self._chat.conversation.turns is turns and len(turns) == before:
                 turns.append(last)
+                self._chat.show_context()
 
     def _fork(self, rest: str) -> None:
         """A copy that grows by itself, or back to another branch."""
@@ -206,6 +223,7 @@ class SessionCommands:
             note(f"Branch {len(self._branches)}, a copy of {here + 1}; /fork {here + 1} goes back")
         elif rest.isdecimal() and 1 <= int(rest) <= len(self._branches):
             self._chat.conversation = self._branches[int(rest) - 1]
+            self._chat.show_context()
             note(f"Branch {int(rest)}, {len(self._chat.conversation.turns)} turns")
         else:
             note(f"There are branches 1 to {len(self._branches)}; /fork alone makes another")
@@ -217,15 +235,16 @@ class SessionCommands:
             self._branches.append(conversation)
         else:
             self._branches[here] = conversation
+            self._chat.show_context()
 
     def _stats(self, rest: str) -> None:
-        stats = self._llm.stats
+        used, size, stats = num_tokens(self._llm, self._chat.conversation), self._llm.ctx_size, self._llm.stats
+        filled = round(_METER * min(1, used / size))
+        note(f"Context  [{'#' * filled}{'.' * (_METER - filled)}] {used} of {size} tokens")
         if not stats:
             note("Nothing was computed yet")
             return
-        used, size = stats["prompt_tokens"] + stats["generated_tokens"], self._llm.ctx_size
-        filled = round(_METER * min(1, used / size))
-        note(f"Context  [{'#' * filled}{'.' * (_METER - filled)}] {used} of {size} tokens")
+        note("The last answer:")
         cached, prompt = stats.get("cached_tokens", 0), stats["prompt_tokens"]
         note(f"Prompt   {prompt} tokens, {cached} of them from before ({100 * cached / max(prompt, 1):.0f} %)")
         timings = Timings.of(0.0, stats)

@@ -96,6 +96,12 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         (3, "invalid_utf8"),
     ]
     assert [entry.fields and entry.fields["id"] for entry in source.entries()][2] == "c"
+    for name in ("sub/deep/d.txt", "sub/.hidden/e.txt", "a/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        written(tmp_path / name, b"d")
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [entry.fields and entry.fields["id"] for entry in open_source(str(tmp_path), None, [out]).entries()]
+    assert names == ["a.md", "a/b.txt", "b.txt", "c", "sub/deep/d.txt"]
     assert [entry.line for entry in entries(f"{tmp_path}/*.txt")] == [1]
     assert [entry.fields for entry in entries(tmp_path / "b.txt")] == [
         {"id": str(tmp_path / "b.txt"), "file": str(tmp_path / "b.txt"), "text": "yes"}

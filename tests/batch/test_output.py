@@ -57,6 +57,48 @@ def test_other_files_are_left_alone(tmp_path: Path, line: bytes) -> None:
     assert path.read_bytes() == line + b"\n"
 
 
+def test_records_of_errors_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    written = [simple(1), simple(2, "b", {"code": "x"}), simple(3, "c"), simple(4, None, {"code": "x"})]
+    path.write_text("".join(json.dumps(record) + "\n" for record in written) + '{"id": "cut')
+    link.symlink_to(path)
+    with Output(link, without_failed=True) as output:
+        assert output.done == {1: "a", 3: "c"} and (output.num_taken_out, output.num_failed) == (2, 0)
+    with Output(link, without_failed=True) as output:
+        monkeypatch.setattr(os, "replace", _no_room)
+        with pytest.raises(PyllmError, match="nothing was changed"):
+            output.prepare()
+        monkeypatch.undo()
+        assert len(path.read_bytes().splitlines()) == 5
+        output.prepare()
+        assert link.is_symlink() and [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "c"]
+        with pytest.raises(PyllmError, match="being written by another"):
+            Output(path)
+        output.append(simple(2, "b"))
+    with Output(path) as output:
+        assert output.done == {1: "a", 3: "c", 2: "b"}
+
+
+def _no_room(*paths: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_was_replaced_while_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    path.write_text(json.dumps(simple(1)) + "\n")
+    other.write_text(json.dumps(simple(2)) + "\n")
+    lock = Output._lock
+
+    def replaced(self: Output, file: int) -> None:
+        lock(self, file)
+        if other.exists():
+            os.replace(other, path)
+
+    monkeypatch.setattr(Output, "_lock", replaced)
+    with Output(path) as output:
+        assert output.done == {2: "a"}
+
+
 def test_a_line_that_is_there_twice(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("".join(json.dumps(simple(line)) + "\n" for line in (1, 2, 1)))

@@ -53,6 +53,10 @@ class FakeLLM:
     def apply_chat_template(self, messages: Any, **template_args: Any) -> str:
         return "assistant\n"
 
+    def chat_tokens(self, messages: Any, answers: Any = (), **template_args: Any) -> list[int]:
+        """One for each message, and one for each of its words."""
+        return [0] * sum(1 + len(message["content"].split()) for message in messages)
+
     def chat(self, messages: Any, params: SamplingParams, answers: Any = (), progress: Any = None) -> Iterator[Chunk]:
         self.answers = answers
         return self._answer(("chat", messages), params)

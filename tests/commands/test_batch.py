@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllm.commands import main
-from tests.batch.stub import StubLLM
+from tests.batch.stub import StubGeneration, StubLLM
 
 Batch = Callable[..., Result]
 
@@ -125,6 +125,32 @@ def test_resuming_and_changed_settings(batch: Batch, folder: Path) -> None:
     (folder / "in.jsonl").write_text(lines({"id": 0, "prompt": "other"}))
     assert "lines that were there have changed" in batch("in.jsonl", "--temp", "0.5", "--system", "s").stderr
     assert batch("in.jsonl", "--overwrite").exit_code == 0 and len(records(folder)) == 1
+
+
+def test_failed_lines_once_more(batch: Batch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {"id": "g", "prompt": "fine"}
+    (folder / "in.jsonl").write_text(lines(good, {"id": "f", "prompt": "BOOM"}, good, {"id": "h", "prompt": "BOOM"}))
+    assert batch("in.jsonl").exit_code == 3
+    out = folder / "out.jsonl"
+    out.chmod(0o640)
+    first = out.read_bytes()
+    assert batch("in.jsonl").exit_code == 3 and out.read_bytes() == first  # nothing is left to do
+    refused = batch("in.jsonl", "--retry-failed", "--temp", "0.5")
+    assert refused.exit_code == 2 and out.read_bytes() == first
+    take = StubGeneration.take
+
+    def mended(self: StubGeneration) -> Any:
+        self.words = ["mended" if word == "BOOM" else word for word in self.words]
+        return take(self)
+
+    monkeypatch.setattr(StubGeneration, "take", mended)
+    result = batch("in.jsonl", "--retry-failed")
+    assert result.exit_code == 3 and "3 records of errors are taken out" in result.stderr
+    assert len(StubLLM.last.begun) == 2
+    found = [(record["line"], record["id"], record["text"]) for record in records(folder)]
+    assert found == [(1, "g", "fine"), (2, "f", "mended"), (3, None, None), (4, "h", "mended")]
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert not (folder / "out.jsonl.new").exists()
 
 
 def test_lines_that_were_added_are_answered(batch: Batch, folder: Path) -> None:

@@ -240,6 +240,12 @@ def test_nothing_piped_is_no_question(piped: Chat, stdin: str) -> None:
     assert result.exit_code == 0 and result.stdout == "" and Recorder.asked == []
 
 
+def test_a_model_that_is_not_there_is_an_error_also_without_a_question(piped: Chat, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").unlink()
+    result = piped("")
+    assert result.exit_code == 1 and result.stderr.startswith("Error: ")
+
+
 def test_piped_failures_have_a_status(piped: Chat, engine: type[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
     engine.failures[1] = errors.TemplateError("no")
     assert piped("Hi").exit_code == 1

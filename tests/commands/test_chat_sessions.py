@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllm.commands import main
+from pyllm.commands.chat import Chat as Chat_
 from pyllm.conversation import Conversation
 from pyllm.errors import UsageError
 from pyllm.llm import LLM
@@ -169,9 +170,27 @@ def test_answers_go_along_without_their_end(chat: Chat) -> None:  # noqa: F811
 
 
 def test_stats(chat: Chat) -> None:  # noqa: F811
-    result = chat("a", "/stats")
-    assert "Context  [....................] 13 of 4096 tokens" in result.stderr
-    assert "Prompt   10 tokens, 0 of them from before (0 %)" in result.stderr
+    result = chat("a b", "/stats")
+    assert "Context  [....................] 5 of 4096 tokens" in result.stderr
+    assert "The last answer:\nPrompt   10 tokens, 0 of them from before (0 %)" in result.stderr
+
+
+def test_stats_are_of_the_conversation_as_it_is(chat: Chat) -> None:  # noqa: F811
+    result = chat(
+        "a b", "c", "/stats", "/undo", "/stats", "/fork", "d", "/stats", "/fork 1", "/stats", "/clear", "/stats"
+    )
+    assert re.findall(r"(\d+) of 4096 tokens\n", result.stderr) == ["9", "5", "9", "5", "0"]
+
+
+def test_the_status_line_is_of_the_conversation_as_it_is(talk: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    read = Chat_._read
+    monkeypatch.setattr(Chat_, "_read", lambda self, editor: (shown.append(self._status), read(self, editor))[1])
+    talk(PLAIN, "one two", "/save kept", "three", "/undo", "/clear", "/load kept", "/system be brief")
+    used = [int(text.split()[1]) for text in shown]
+    assert used[0] == used[5] == 0 and used[3] > used[1] + 8 and 0 <= used[4] - used[1] <= 4  # what ends a turn
+    assert used[4] == used[6] and "cached" in shown[3] and "cached" not in shown[4] + shown[6]
+    assert used[7] > used[6]
 
 
 def test_conversations_survive_json() -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -236,9 +237,38 @@ def test_json(run: Run, model: str) -> None:
         "text": "Hello",
         "tokens": [1, 2, 3],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 10, "completion_tokens": 3},
+        "usage": {"prompt_tokens": 10, "cached_tokens": 0, "completion_tokens": 3},
         "seed": 42,
     }
+
+
+THOUGHTS = (Chunk("<think>\nHm", 1), Chunk(".\n</think>", 2), Chunk("\n\nYes", 3, "stop"))
+
+
+def test_reasoning(run: Run, fake: pytest.MonkeyPatch) -> None:
+    fake.setattr(FakeLLM, "chunks", THOUGHTS)
+    assert run("Hi").stdout == "<think>\nHm.\n</think>\n\nYes\n"
+    assert run("Hi", "--think", "hide").stdout == "Yes\n"
+    shown = json.loads(run("Hi", "--json").stdout)
+    assert (shown["reasoning"].strip(), shown["text"], shown["tokens"]) == ("Hm.", "Yes", [1, 2, 3])
+    fake.setattr(FakeLLM, "chunks", (Chunk("<think>\nHm", 1), Chunk("m", 2, "length")))
+    assert "No answer: the model was still thinking" in run("Hi").stderr
+
+
+def test_reasoning_that_is_not_wanted(run: Run, fake: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    fake.setattr(FakeLLM, "apply_chat_template", lambda self, messages, **args: asked.append(args) or "assistant\n")
+    fake.setattr(FakeLLM, "chat", lambda self, messages, params, **args: self._answer(("chat", messages), params))
+    assert run("Hi", "--think", "off").exit_code == 0 and asked == [{"enable_thinking": False}]
+    for arguments in (["--think", "some"], ["--think", "off", "--raw"]):
+        assert run("Hi", *arguments).exit_code == 2
+
+
+def test_json_tells_what_was_there(run: Run, fake: pytest.MonkeyPatch) -> None:
+    stats = {**FakeLLM("x").stats, "cached_tokens": 7}
+    fake.setattr(FakeLLM, "stats", stats)
+    usage = {"prompt_tokens": 10, "cached_tokens": 7, "completion_tokens": 3}
+    assert json.loads(run("Hi", "--json").stdout)["usage"] == usage
 
 
 def test_json_with_logprobs(run: Run, fake: pytest.MonkeyPatch) -> None:
