@@ -30,6 +30,7 @@ from pyllm.workspace import Workspace
 
 CANDIDATES = 64  # logits of a row that come back where the device chooses them: enough for top-k as people use it
 MIN_BUCKET = 256  # rows
+FEW_SEQS = 8  # up to here each number of sequences that decode is a shape of its own
 OVERLAP_TOKENS = 64  # up to here kernels are so short that their starts count; see BENCHMARKS.md
 MAX_CAPTURED = 64  # recordings that are kept; of decode steps there are a few, of other shapes there may be many
 MAX_WARM = 4096  # shapes that are remembered as run once
@@ -65,7 +66,8 @@ class Batch:
         inputs: the input block; with zero-copy its tables lie in a slot.
         slot: number of the slot that `inputs` lies in; 0: in the block alone.
         by_token: tables in which each token is a sequence of its own, for devices that are batch-invariant.
-        num_tokens, num_seqs, num_outputs: extents of this ubatch.
+        num_tokens, num_seqs, num_outputs: extents of this ubatch; the last tokens may be nobody's, in as many sequences
+            without tokens.
         longest: most tokens that one sequence has in it.
         most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
         cache: K/V pages, and recurrent states where the model has any.
@@ -189,16 +191,19 @@ class Outputs:
     """One pinned buffer for what a ubatch brings back: the fault record, and logits or the candidates among them.
 
     Args:
+        num_rows: that come back.
         num_candidates: 0 for whole rows of logits.
+        num_outputs: rows that somebody asked for, the first ones.
 
     Attributes:
         record: fault record, int32.
-        arrays: [logits [num_outputs, vocab_size] float32], or values and ids of the candidates.
+        arrays: [logits [num_rows, vocab_size] float32], or values and ids of the candidates.
     """
 
-    def __init__(self, device: Device, num_outputs: int, vocab_size: int, num_candidates: int) -> None:
+    def __init__(self, device: Device, num_rows: int, vocab_size: int, num_candidates: int, num_outputs: int) -> None:
         record_bytes = math.prod(faults.record_shape()) * 4
-        shape = (num_outputs, num_candidates or vocab_size)
+        shape = (num_rows, num_candidates or vocab_size)
+        self._num_outputs = num_outputs
         size = math.prod(shape) * 4
         self._device = device
         self._vocab_size = vocab_size
@@ -214,8 +219,8 @@ class Outputs:
 
     def logits(self) -> Logits:
         """A copy."""
-        ids = self.arrays[1].copy() if self.num_candidates else None
-        return Logits(self.arrays[0].copy(), ids, self._vocab_size)
+        values, *ids = (array[: self._num_outputs].copy() for array in self.arrays)
+        return Logits(values, ids[0] if ids else None, self._vocab_size)
 
     def release(self) -> None:
         """Give the buffer back, behind the work that is queued by now. Only the first call does."""
@@ -295,16 +300,19 @@ class Executor:
         self._resynchronise()
         slot, views = self._ring.acquire()
         self._write_inputs(slot, views, segments)
+        fill = self._fill(segments)
+        self._fill_up(views, len(segments), fill)
         slot.seal()
         num_outputs = sum(segment.num_outputs for segment in segments)
-        outputs = Outputs(self.device, num_outputs, self.model.vocab_size, self._num_candidates(segments))
+        rows = num_outputs + fill
+        outputs = Outputs(self.device, rows, self.model.vocab_size, self._num_candidates(segments), num_outputs)
         try:
             with self.device.step():
                 if self._hooks.slow_stream:
                     self.device.delay(self._hooks.slow_stream)
                 self._queue_inputs(slot)
                 self._await_states(segments)
-                self._queue_model(slot, segments, outputs)
+                self._queue_model(slot, segments, fill, outputs)
                 done = self.device.record()
                 if self._hooks.corrupt is not None:
                     self._hooks.corrupt(self._serial, slot.forge())
@@ -356,10 +364,10 @@ class Executor:
             return 0
         return min(CANDIDATES, self.model.vocab_size)
 
-    def _queue_model(self, slot: InputSlot, segments: Sequence[Segment], outputs: Outputs) -> None:
+    def _queue_model(self, slot: InputSlot, segments: Sequence[Segment], fill: int, outputs: Outputs) -> None:
         try:
             source = slot.number if self._zero_copy else 0
-            results = self._run_model(self._batch(source, segments), outputs.num_candidates)
+            results = self._run_model(self._batch(source, segments, fill), outputs.num_candidates)
             if self._zero_copy:
                 check_inputs(self.device, slot.bytes, self.layout, self._block, self._step_counter, self._record)
         finally:
@@ -369,14 +377,33 @@ class Executor:
             self.device.copy_to_pinned(array, target)
         self.device.copy_to_pinned(self._record, outputs.record)
 
-    def _batch(self, slot: int, segments: Sequence[Segment]) -> Batch:
+    def _fill(self, segments: Sequence[Segment]) -> int:
+        """Tokens of nobody in a step in which many sequences decode, so that steps of similar numbers of sequences have
+        one shape and share a recording. None for recurrent layers, which have no state for them."""
+        count = len(segments)
+        if count <= FEW_SEQS or self.device.target is None or self.cache.recurrent is not None:
+            return 0
+        if any(len(segment.token_ids) != 1 or segment.num_outputs != 1 for segment in segments):
+            return 0
+        grain = FEW_SEQS if count <= 8 * FEW_SEQS else 2 * FEW_SEQS
+        return min(-count % grain, self.layout.max_seqs - count, self.layout.max_tokens - count)
+
+    @staticmethod
+    def _fill_up(views: InputViews, count: int, fill: int) -> None:
+        """Nobody's tokens: they write no row, no sequence's extents hold them, and nobody looks at their logits."""
+        rest = slice(count, count + fill)
+        views.token_ids[rest] = views.positions[rest] = views.token_seq[rest] = 0
+        views.row_ids[rest] = views.out_places[rest] = -1
+        views.out_tokens[rest] = range(rest.start, rest.stop)
+
+    def _batch(self, slot: int, segments: Sequence[Segment], fill: int = 0) -> Batch:
         counts = [len(segment.token_ids) for segment in segments]
         longest, most_rows = max(counts), max(s.start + len(s.token_ids) for s in segments)
         return Batch(
             inputs=self._inputs[slot],
-            num_tokens=sum(counts),
-            num_seqs=len(segments),
-            num_outputs=sum(segment.num_outputs for segment in segments),
+            num_tokens=sum(counts) + fill,
+            num_seqs=len(segments) + fill,
+            num_outputs=sum(segment.num_outputs for segment in segments) + fill,
             longest=longest,
             most_rows=_bucket(most_rows),
             cache=self.cache,

@@ -26,6 +26,7 @@ from pyllm.prompt_cache.state_saving import save_end_of_turn, save_state, up_to_
 from pyllm.request import Request
 from pyllm.sampling import plain_sampled
 
+STARTED_TOGETHER = 16  # a part of all sequences so small
 _UNKNOWN = (0,)  # in the place of a token that only the device knows
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
@@ -76,6 +77,8 @@ class Scheduler:
         self._num_tokens = num_tokens
         self._index = index
         self._overflow = overflow or Overflow()
+        has_kernels = executor.device.target is not None
+        self._least_free = max(1, n_seqs // STARTED_TOGETHER) if has_kernels else 1
         # The device's choice among all columns is the host's only where every column is a token.
         self._runs_ahead = executor.model.vocab_size == num_tokens
         self._waiting: deque[Request] = deque()
@@ -186,7 +189,13 @@ class Scheduler:
                 self._end(request, "interrupted")
 
     def _admit(self) -> None:
-        """Start waiting requests while there are sequences and pages for them."""
+        """Start waiting requests while there are sequences and pages for them.
+
+        Of many sequences several start together: a step with a prompt has a shape of its own, which takes the host
+        longer than one in which all decode.
+        """
+        if self._running and self._n_seqs - len(self._running) < self._least_free:
+            return
         while self._waiting and len(self._running) < self._n_seqs:
             request = self._waiting[0]
             usable = self._cache.num_pages - len(self._cache.quarantined)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,36 @@ def test_lines_side_by_side_are_those_alone(life: str, name: str) -> None:
 @pytest.mark.parametrize("name", ON_GPU)
 def test_lines_side_by_side_on_a_gpu(name: str, kv_type: str) -> None:
     check_same(ON_GPU[name], "gpu", kv_type=kv_type)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_many_sequences_decode_in_few_shapes(life: str, name: str) -> None:
+    """Steps are filled up with tokens of nobody, which change nothing of the others."""
+    lines = [[5 + number, 7, 11 + 2 * number] for number in range(13)]
+
+    def wanted(llm: LLM, number: int) -> SamplingParams:
+        return replace(params(llm), max_tokens=1 + number % 4)
+
+    def answers(llm: LLM) -> list[list[object]]:
+        open_ones = [llm.begin(line, wanted(llm, number)) for number, line in enumerate(lines)]
+        while llm.advance():
+            pass
+        return [told(list(iter(one.take, None))) for one in open_ones]
+
+    with opened(MODELS[name], life) as llm:
+        expected = [told(list(llm.generate(line, wanted(llm, number)))) for number, line in enumerate(lines)]
+    with opened(MODELS[name], life, n_seqs=13) as llm:
+        forward, shapes = llm._executor.model.forward, set()
+
+        def seen(device: object, batch: Any) -> object:
+            if batch.longest == 1:
+                shapes.add(batch.num_tokens)
+            return forward(device, batch)
+
+        llm._device.graphs = False  # what is replayed would not be seen
+        llm._executor.model.forward = seen
+        assert answers(llm) == expected
+    assert {count for count in shapes if count > 8} == {13} and len(shapes) > 1
 
 
 def test_an_answer_read_as_a_prompt_has_the_same_logits(life: str) -> None:
