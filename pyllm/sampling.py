@@ -202,6 +202,8 @@ class Sampled:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+_COLD = 1e-3  # a temperature
+
 plain_sampled = lru_cache(1 << 12)(Sampled)
 """Tokens without more, made once."""
 
@@ -267,6 +269,42 @@ class Sampler:
         logprob, top = filters.log_probabilities(row, token, self.params.logprobs)
         return Sampled(token, logprob, top)
 
+    def sample_among(self, values: np.ndarray, ids: np.ndarray) -> int | None:
+        """The token that `sample` would choose by a row of which only the largest logits are known, where its settings
+        are such that these do (`SamplingParams.chooses_among`). It draws the same random numbers.
+
+        Args:
+            values: [n] float32, in descending order; of equals the lower id first.
+            ids: [n] integer, their tokens.
+
+        Returns:
+            None, with nothing drawn, where the row itself is needed: for greedy sampling, where a logit is not finite, a
+            column no token.
+        """
+        params = self.params
+        logits = values[: params.top_k].astype(np.float64)
+        tokens = ids[: params.top_k]
+        known = params.temperature > 0 and 0 < params.top_k <= len(values)
+        if not known or not math.isfinite(logits.sum()) or tokens.max() >= self._vocab_size:
+            return None
+        if params.typical_p < 1 or params.xtc_probability:
+            return self._drawn(self._filtered(Candidates(tokens, logits), params.top_p, params.min_p))
+        # The usual filters keep a beginning of what is sorted: the same sums, in a few calls.
+        below = logits - logits[0]
+        count = len(logits)
+        if params.top_p < 1 or params.min_p:
+            weights = np.exp(below)
+            if params.top_p < 1:
+                count = int(np.searchsorted(np.cumsum(weights / weights.sum()), params.top_p)) + 1
+            if params.min_p:
+                count = int(np.count_nonzero(weights[:count] >= params.min_p))
+        below = below[:count]
+        if params.temperature < _COLD:  # what is divided by it may overflow
+            return self._drawn(Candidates(tokens[:count], logits[:count]))
+        sums = np.cumsum(np.exp(below / params.temperature))
+        chosen = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
+        return int(tokens[min(chosen, count - 1)])
+
     def _adjusted(self, row: np.ndarray, history: Sequence[int]) -> np.ndarray:
         """The row with bias and penalties, float64 [vocab_size]; the row itself when there are none."""
         steps = list(self._adjustments(history))
@@ -299,18 +337,20 @@ class Sampler:
         return int(np.argmax(logits))  # the first of equals
 
     def _draw(self, logits: np.ndarray) -> int:
-        candidates = self._filtered(logits)
+        if self.params.top_n_sigma:
+            logits = filters.top_n_sigma(logits, self.params.top_n_sigma)
+        return self._drawn(self._filtered(*self._first_filter(logits)))
+
+    def _drawn(self, candidates: Candidates) -> int:
         weights = candidates.weights(self.params.temperature)
         # One uniform number per token, through the inverse of the cumulative distribution.
         sums = np.cumsum(weights)
         chosen = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
         return int(candidates.ids[min(chosen, len(sums) - 1)])
 
-    def _filtered(self, logits: np.ndarray) -> Candidates:
+    def _filtered(self, candidates: Candidates, top_p: float, min_p: float) -> Candidates:
+        """What is left when all filters but the first are done."""
         params = self.params
-        if params.top_n_sigma:
-            logits = filters.top_n_sigma(logits, params.top_n_sigma)
-        candidates, top_p, min_p = self._first_filter(logits)
         if params.typical_p < 1:
             candidates = filters.typical_p(candidates, params.typical_p)
         if top_p < 1:

@@ -422,7 +422,9 @@ class Scheduler:
     def _sample(self, request: Request, logits: Logits, row: int, best: int | None) -> None:
         """Choose a token by a row, of which `best` is the likeliest, as far as that is known."""
         assert request.sampler is not None and request.params is not None
-        if best is None or not request.params.takes_best:
+        if not request.params.takes_best:
+            best = request.sampler.sample_among(logits.values[row], logits.ids[row]) if logits.ids is not None else None
+        if best is None:
             whole = logits.rows(row, row + 1)[0, : self._num_tokens]
             sampled = request.sampler.sample(whole, request.token_ids)
         else:

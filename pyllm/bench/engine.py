@@ -54,6 +54,9 @@ class RowTaker:
         self._script = list(script)
         self._before = before
 
+    def sample_among(self, values: np.ndarray, ids: np.ndarray) -> None:
+        """It wants rows."""
+
     def sample(self, row: np.ndarray, history: Sequence[int]) -> Sampled:
         self._before(row)
         self.rows.append(row.copy())

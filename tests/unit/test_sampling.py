@@ -372,3 +372,43 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     assert [value for _, value in sampled.top_logprobs] == pytest.approx(expected[[1, 2, 3]].tolist())
     assert len(Sampler(params(logprobs=50), 5).sample(logits).top_logprobs) == 4
     assert Sampler(params(), 5).sample(logits).logprob is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 5},
+        {"top_k": 1},
+        {"top_k": 64, "top_p": 1.0, "min_p": 0.0},
+        {"top_p": 1.0, "min_p": 0.2},
+        {"top_p": 0.3, "min_p": 0.0},
+        {"typical_p": 0.7},
+        {"xtc_probability": 0.5},
+        {"temperature": 1e-310},
+        {"temperature": 5.0, "top_k": 40},
+    ],
+)
+def test_candidates_do_where_rows_would(settings: dict[str, float]) -> None:
+    rng = np.random.default_rng(3)
+    params = SamplingParams(**{"seed": 11, **settings})
+    by_row, among = Sampler(params, 500), Sampler(params, 500)
+    for step in range(200):
+        row = rng.standard_normal(500).astype(np.float32) * 3
+        if step % 3 == 0:
+            row = np.round(row)  # many equal ones
+        ids = np.argsort(-row, kind="stable")[:64].astype(np.int32)
+        assert among.sample_among(row[ids], ids) == by_row.sample(row).token
+
+
+def test_where_candidates_do_not_do() -> None:
+    ids, values = np.arange(64, dtype=np.int32), np.linspace(5, 1, 64, dtype=np.float32)
+    sampler = Sampler(SamplingParams(seed=1), 64)
+    for at, value in ((0, np.inf), (39, -np.inf), (20, np.nan)):
+        broken = values.copy()
+        broken[at] = value
+        assert sampler.sample_among(broken, ids) is None
+    assert sampler.sample_among(values, ids + 30) is None  # columns that are no tokens
+    for settings in ({"temperature": 0.0}, {"top_k": 65}, {"top_k": 0}):
+        assert Sampler(SamplingParams(**settings), 64).sample_among(values, ids) is None
+    assert sampler.sample_among(values, ids) == Sampler(SamplingParams(seed=1), 64).sample(values).token
