@@ -278,8 +278,8 @@ class Sampler:
             ids: [n] integer, their tokens.
 
         Returns:
-            None, with nothing drawn, where the row itself is needed: for greedy sampling, where a logit is not finite, a
-            column no token.
+            None, with nothing drawn, where the row itself is needed: for greedy sampling, or for a logit that is not
+            finite, or a column that is no token.
         """
         params = self.params
         logits = values[: params.top_k].astype(np.float64)
