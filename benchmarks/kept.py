@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pyllm.device import Device, open_device
+from pyllm.guests import Guests
 from pyllm.kv_cache import KVCache
 from pyllm.kv_types import KV_TYPES
 from pyllm.ops.copy_rows import copy_rows
@@ -205,7 +206,7 @@ class Bench:
         print(f"steps of {LAYERS} launches: {alone * 1e6:.0f} us alone, at most {slowest * 1e6:.0f} us beside saves")
 
     def session(self, cache: KVCache, index: PrefixIndex, ids: list[int], held: Any, folder: Path) -> None:
-        sessions = Sessions(cache, index, threading.RLock(), dict.fromkeys(PARTS, "bench"))
+        sessions = Sessions(cache, index, threading.RLock(), Guests(), dict.fromkeys(PARTS, "bench"))
         path = folder / "bench.session"
         started = time.perf_counter()
         size = sessions.save(path, ids, {}).num_bytes

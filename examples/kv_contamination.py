@@ -8,9 +8,10 @@ right.
 
     python examples/kv_contamination.py [MODEL] [--device cpu] [--inputs zero-copy] [--document 7000]
 
-Columns: ubatches of the document that were run; rows of it, in the first layer, that do not hold its K and V; those
-that hold the chat's instead and that attention would use; faults that the checks on the device recorded; the largest
-difference of the first answer's logits from the fresh engine's; answers in which a word of the chat's topic occurs.
+Columns: ubatches of the document that were run; tokens of it whose row is wrong: in the first layer the key is another
+token's or none, or in some layer the row was never written; those of them where some layer has a row of the chat
+instead, which attention would use; faults that the checks on the device recorded; the largest difference of the first
+answer's logits from the fresh engine's; answers in which a word of the chat's topic occurs.
 
 Dropping the wait is a hook for tests; the script reaches into the engine for it, and for its K/V rows.
 """
@@ -58,6 +59,7 @@ BOATS, GOODS, HARBOURS = (
 )
 CLERKS = ("Marsh", "Petersen", "Quist")
 PAGE_SIZE = 64
+Rows = list[np.ndarray]  # of each layer, [rows, bytes] uint8
 
 
 @dataclass
@@ -100,36 +102,34 @@ class Run:
     Args:
         drop_wait: hand input slots out while the device may still read them, when the document comes.
         checks: False: tags, serials and row ids are nobody's business, as in an engine without them.
-        right: K and V rows of the document in the first layer, where they are known.
+        right: keys of the document in each layer, where they are known.
     """
 
-    def __init__(self, name: str, given: argparse.Namespace, drop_wait: bool, checks: bool, right: np.ndarray | None):
+    def __init__(self, name: str, given: argparse.Namespace, drop_wait: bool, checks: bool, right: Rows | None):
         self.outcome = Outcome(name)
         self._given, self._drop_wait, self._right = given, drop_wait, right
         self.llm = open_engine(given, TestHooks(enforce=checks, slow_stream=given.slow), fresh=right is None)
         self._cache, self._scheduler = self.llm._cache, self.llm._scheduler
         for layer in self._cache.layers:  # rows that were never written are zeros, as in the engine of the report
             fill_rows(self.llm._device, layer, 0, self._cache.num_pages * PAGE_SIZE, 0)
-        self._chat_rows: set[bytes] = set()
+        self._before: Rows = []
         self._document: list[int] = []
         self._original = self._scheduler._handle_faults
         self._scheduler._handle_faults = self._count_faults if checks else self._ignore_faults
         if not checks:
             self._cache._next_epoch = itertools.repeat(1)  # all tags are equal: nobody's row looks like another's
-        self.rows: np.ndarray | None = None
+        self.rows: Rows | None = None
 
     # the scenario
 
     def chat(self) -> None:
-        """Two turns; what their K and V rows hold is remembered."""
-        self._cache.before_removal = self._remember
+        """Two turns."""
         messages = []
         for question in CHAT:
             messages.append({"role": "user", "content": question})
             params = SamplingParams(max_tokens=self._given.chat_tokens, temperature=0)
             answer = "".join(chunk.text for chunk in self.llm.chat(messages, params))
             messages.append({"role": "assistant", "content": answer})
-        self._cache.before_removal = None
 
     def idle(self) -> None:
         """Afterwards pages are handed out in any order, as on an engine that has run for a while."""
@@ -141,6 +141,8 @@ class Run:
     def document_and_questions(self, document: Sequence[int], questions: Sequence[Sequence[int]]) -> None:
         """The document once, then each question behind it."""
         self._document = list(document)
+        if self._right is not None:
+            self._before = self._keys()
         self.llm._executor._ring._wait = not self._drop_wait
         before = self.llm._executor.num_submitted
         self._cache.before_removal = self._look_at
@@ -191,29 +193,28 @@ class Run:
 
     # what became of the rows
 
-    def _rows(self, seq: SequenceKV) -> np.ndarray:
-        """K and V of the first layer, [length, bytes]."""
-        layer = self._cache.layers[0]
-        places = self._cache.row_ids(seq, np.arange(seq.length))
-        parts = [self.llm._device.download(array)[places] for array in (layer.k, layer.v)]
-        return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
-
-    def _remember(self, seq: SequenceKV) -> None:
-        self._chat_rows |= {row.tobytes() for row in self._rows(seq)}
+    def _keys(self, places: np.ndarray | slice = slice(None)) -> Rows:
+        """The keys at these places of the cache, or at all."""
+        arrays = (self.llm._device.download(layer.k)[places] for layer in self._cache.layers)
+        return [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
 
     def _look_at(self, seq: SequenceKV) -> None:
         """Before the document's sequence gives its rows up: which of them are right?"""
         self._cache.before_removal = None
-        length = min(seq.length, len(self._document))
-        self.rows = rows = self._rows(seq)[:length]
+        places = self._cache.row_ids(seq, np.arange(min(seq.length, len(self._document))))
+        self.rows = self._keys(places)
         if self._right is None:
             return
-        epochs = np.repeat(np.array(seq.epochs, np.int64), PAGE_SIZE)
-        tags = self.llm._device.download(self._cache.layers[0].tags)[self._cache.row_ids(seq, np.arange(length))]
-        wrong = (rows != self._right[:length]).any(axis=1)
-        visible = np.flatnonzero(wrong & (tags == epochs[:length]))
-        self.outcome.misplaced = int(wrong.sum())
-        self.outcome.stale = sum(rows[index].tobytes() in self._chat_rows for index in visible)
+        epochs = np.repeat(np.array(seq.epochs, np.int64), PAGE_SIZE)[: len(places)]
+        misplaced, stale = np.zeros((2, len(places)), np.bool_)
+        for index, (layer, found) in enumerate(zip(self._cache.layers, self.rows, strict=True)):
+            before = self._before[index][places]
+            wrong = (found != self._right[index][: len(places)]).any(axis=1)
+            never_written = wrong & (found == before).all(axis=1)
+            misplaced |= never_written if index else wrong  # later layers differ wherever attention saw a wrong row
+            visible = self.llm._device.download(layer.tags)[places] == epochs
+            stale |= never_written & before.any(axis=1) & visible
+        self.outcome.misplaced, self.outcome.stale = int(misplaced.sum()), int(stale.sum())
 
     def _count_faults(self, entry, found) -> None:
         self.outcome.faults += len(found)

@@ -5,11 +5,13 @@ Each round the conversations go on in a new order, four at a time, and everythin
 leave the device: its rows go to the host's memory and come back when their conversation does. One conversation of each
 round is also saved to a file, forgotten, and loaded again. An engine that keeps nothing answers the same prompts.
 
-    python examples/prompt_cache_soak.py [MODEL] [--device cpu] [--rounds 10] [--filler 250] [--restores 1000]
+    python examples/prompt_cache_soak.py [MODEL] [--device cpu] [--restores 1000] [--filler 250] [--ram 128]
 
 Columns: rounds; requests; those that went on from rows that were restored, from the host's memory or a file; bytes
 moved between device and host; faults that the checks on the device recorded; answers that differ from the uncached
-engine's beyond what rounding can do; memory of this process. Status 1 with a fault, a mismatch, or memory that grows.
+engine's beyond what rounding can do; pinned memory that rows are kept in, and the most of it so far; memory of this
+process. Status 1 with a fault, a mismatch, more pinned memory than --ram allows, or memory that grows in the second
+half: by then what is kept has reached --ram.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--filler", type=int, default=250, help="tokens that each conversation begins with")
     parser.add_argument("--restores", type=int, default=0, help="go on until so many; --rounds does not count then")
+    parser.add_argument("--ram", type=int, default=128, help="MB for rows that left the device")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     ctx_size = options.filler + 10 * (ANSWER + NEW)
     path = resolve(options.model)
     common = {"device": options.device, "ctx_size": ctx_size, "n_seqs": SEQUENCES}
-    with LLM(path, prefix_cache=True, cache_ram=2 << 30, **common) as cached, LLM(path, **common) as plain:
+    with LLM(path, prefix_cache=True, cache_ram=options.ram << 20, **common) as cached, LLM(path, **common) as plain:
         return Soak(cached, plain, options.filler, options.seed).run(options.rounds, options.restores)
 
 
@@ -66,7 +69,8 @@ class Soak:
         return [self.random.randrange(self.cached.tokenizer.vocab_size) for _ in range(count)]
 
     def run(self, rounds: int, restores: int) -> int:
-        print(f"{'rounds':>7}{'requests':>10}{'restores':>10}{'MB moved':>10}{'faults':>8}{'mismatches':>12}{'MB':>8}")
+        heads = f"{'rounds':>7}{'requests':>10}{'restores':>10}{'MB moved':>10}{'faults':>8}{'mismatches':>12}"
+        print(f"{heads}{'MB kept':>9}{'high':>6}{'MB':>8}")
         done = 0
         while done < rounds if not restores else self.restores < restores:
             order = self.random.sample(range(CONVERSATIONS), CONVERSATIONS)
@@ -82,7 +86,10 @@ class Soak:
         grows = len(half) > 50 and half[-1] > GROWTH * half[0]
         if grows:
             print(f"memory grew from {half[0] >> 20} to {half[-1] >> 20} MB in the second half")
-        return int(bool(self.faults or self.mismatches or grows))
+        over = self.kept("high_water_bytes") > self.kept("budget_bytes")
+        if over:
+            print(f"more pinned memory than the {self.kept('budget_bytes') >> 20} MB that are allowed")
+        return int(bool(self.faults or self.mismatches or grows or over))
 
     def go_on(self, chosen: list[int]) -> None:
         """A turn of each of these, side by side."""
@@ -122,9 +129,14 @@ class Soak:
     def report(self, done: int) -> None:
         print(
             f"{done:>7}{self.requests:>10}{self.restores:>10}{self.moved >> 20:>10}{self.faults:>8}"
-            f"{self.mismatches:>12}{self.memory[-1] >> 20:>8}",
+            f"{self.mismatches:>12}{self.kept('bytes') >> 20:>9}{self.kept('high_water_bytes') >> 20:>6}"
+            f"{self.memory[-1] >> 20:>8}",
             flush=True,
         )
+
+    def kept(self, figure: str) -> int:
+        """Of all pinned memory for rows and states."""
+        return sum(pool[figure] for pool in self.cached.stats["memory"].values())
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams, count) -> list[list[tuple[int, float]]]:

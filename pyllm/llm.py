@@ -29,6 +29,7 @@ from pyllm.executor import Executor
 from pyllm.generation import Chunk, Generation
 from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
+from pyllm.guests import Guests
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache
 from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
@@ -154,6 +155,7 @@ class LLM:
         self, path: str | os.PathLike[str], device: Device, options: EngineOptions, progress: Progress | None
     ) -> None:
         self._lock = threading.RLock()
+        self._guests = Guests()
         self._device = device
         self._stats: dict[str, Any] = {}
         self._kept: KeptPrompts | None = None
@@ -234,7 +236,9 @@ class LLM:
             arithmetic = f"batch-invariant, {self._device.description}" if options.batch_invariant else ""
             identity = fingerprint(gguf, config, kv_type, options.page_size, arithmetic)
             folder = None if options.cache_dir is None else Path(options.cache_dir)
-            self._kept = KeptPrompts(self._cache, self._lock, identity, page_budget, folder, options.cache_disk)
+            self._kept = KeptPrompts(
+                self._cache, self._lock, self._guests, identity, page_budget, folder, options.cache_disk
+            )
         overflow = Overflow(options.overflow, options.keep)
         self._shifts = overflow.kind == "shift"
         self._scheduler = Scheduler(
@@ -354,7 +358,9 @@ class LLM:
             DeviceError: the device failed; nothing can go on.
         """
         with self._lock:
-            return self._scheduler.step()
+            found = self._scheduler.step()
+        self._guests.give_way()
+        return found
 
     def _request(
         self, prompt: str | Sequence[int], params: SamplingParams | None, turn_start: int | None = None
@@ -371,7 +377,7 @@ class LLM:
     def _add(self, request: Request) -> None:
         if self._kept is not None:
             self._kept.begin(request)
-        with self._lock:
+        with self._guests, self._lock:
             self._scheduler.add(request)
 
     def chat(
@@ -456,7 +462,7 @@ class LLM:
         """Like `logits` for several sequences, which run side by side."""
         requests = [Request(token_ids, len(token_ids)) for token_ids in map(_token_ids, sequences)]
         try:
-            with self._lock:
+            with self._guests, self._lock:
                 for request in requests:
                     self._add(request)
             for request in requests:
@@ -508,6 +514,7 @@ class LLM:
             with self._lock:
                 if not reached() and not self._scheduler.step() and not reached():  # another thread may step for us
                     raise PyllmError("the engine has nothing to do, but an answer is not complete: please report this")
+            self._guests.give_way()
             if progress is not None and request.kv is not None:
                 progress(min(request.kv.num_clean, request.num_prompt), request.num_prompt, request.num_cached)
         if request.error is not None and not request.emitted:
@@ -576,7 +583,7 @@ class LLM:
 
     def forget_interrupt(self) -> None:
         """Drop an interrupt that met no generation, so that it does not end the next one."""
-        with self._lock:
+        with self._guests, self._lock:
             self._scheduler.step()
 
     def trace_kv(self) -> None:
@@ -587,7 +594,7 @@ class LLM:
         """
         if self._trace is None:
             raise UsageError("the engine writes no K/V trace; open it with kv_trace=FILE")
-        with self._lock:
+        with self._guests, self._lock:
             for seq in self._scheduler.running_sequences():
                 self._trace.note(seq)
 
@@ -637,7 +644,7 @@ class LLM:
         if self._kept is not None:
             self._kept.close()
         self._device.abandon()
-        with self._lock:  # no step of another thread may still be queueing work for memory that goes away
+        with self._guests, self._lock:  # no other thread's step may still queue work for memory that goes away
             if self._trace is not None:
                 self._trace.close()
             self._finalizer()

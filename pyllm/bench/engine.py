@@ -115,7 +115,7 @@ class EngineUnderTest:
             assert request.kv is not None
             made.append(self._cache.fork(request.kv, depth))
 
-        request = self._request(prefix, more, SamplingParams(max_tokens=1), RowTaker(before=keep))
+        request = self._request(prefix, more, SamplingParams(max_tokens=1, ignore_eos=True), RowTaker(before=keep))
         self._finish([request])
         return Prefix(request.token_ids[:depth], made[0])
 

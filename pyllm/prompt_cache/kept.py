@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyllm.guests import Guests
 from pyllm.kv_cache import KVCache
 from pyllm.prompt_cache.disk_tier import DEFAULT_BUDGET, DiskTier
 from pyllm.prompt_cache.host_tier import HostTier
@@ -27,7 +28,7 @@ class KeptPrompts:
     """What is kept by one engine.
 
     Args:
-        lock: the engine's.
+        lock, guests: the engine's.
         identity: the engine's fingerprint.
         page_budget: bytes of the host's memory for pages that leave the device; 0: they are lost.
         cache_dir, cache_disk: see `LLM`.
@@ -43,17 +44,18 @@ class KeptPrompts:
         self,
         cache: KVCache,
         lock: Lock,
+        guests: Guests,
         identity: Mapping[str, str],
         page_budget: int,
         cache_dir: Path | None = None,
         cache_disk: int | None = None,
     ) -> None:
         self._cache = cache
-        self._lock = lock
+        self._lock, self._guests = lock, guests
         self._tier = HostTier(cache, page_budget) if page_budget else None
         self._last_ids: list[int] = []
         self.index = PrefixIndex(cache, self._tier)
-        self.sessions = Sessions(cache, self.index, lock, identity)
+        self.sessions = Sessions(cache, self.index, lock, guests, identity)
         self.disk: DiskTier | None = None
         if cache_dir is not None:
             budget = DEFAULT_BUDGET if cache_disk is None else cache_disk
@@ -67,7 +69,7 @@ class KeptPrompts:
     def begin(self, request: Request) -> None:
         """Before a request is queued: bring what files know of it. Without the engine's lock."""
         if self.disk is not None and request.sampler is not None:
-            with self._lock:
+            with self._guests, self._lock:
                 known = self.index.known(request.token_ids[:-1], anywhere=True)
             self.disk.bring(request.token_ids, known)
         request.bytes_before = self.bytes_moved
@@ -85,13 +87,13 @@ class KeptPrompts:
 
     def forget(self, token_ids: Sequence[int] | None) -> None:
         """See `LLM.forget`."""
-        with self._lock:
+        with self._guests, self._lock:
             self.index.clear(token_ids)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
         owners = {"checkpoints": self._cache.recurrent, "pages": self._tier}
-        with self._lock:  # counting takes back what copies are done with
+        with self._guests, self._lock:  # counting takes back what copies are done with
             return {name: owner.pool.stats() for name, owner in owners.items() if owner is not None}
 
     def close(self) -> None:

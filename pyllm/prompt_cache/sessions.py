@@ -21,6 +21,7 @@ import numpy as np
 
 from pyllm.device import Event
 from pyllm.errors import ContextError, SessionError, UsageError
+from pyllm.guests import Guests
 from pyllm.kv_cache import KVCache
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.index import Held, PrefixIndex
@@ -64,14 +65,16 @@ class Sessions:
     """Saves and loads for one engine.
 
     Args:
-        lock: the engine's.
+        lock, guests: the engine's.
         identity: the engine's fingerprint.
     """
 
-    def __init__(self, cache: KVCache, index: PrefixIndex, lock: Lock, identity: Mapping[str, str]) -> None:
+    def __init__(
+        self, cache: KVCache, index: PrefixIndex, lock: Lock, guests: Guests, identity: Mapping[str, str]
+    ) -> None:
         self._cache = cache
         self._index = index
-        self._lock = lock
+        self._lock, self._guests = lock, guests
         self._identity = identity
         self._copies = PageCopies(cache)
         self._one_at_a_time = threading.Lock()
@@ -88,20 +91,20 @@ class Sessions:
             SessionError: the file cannot be written; one that was there is as it was.
         """
         with self._one_at_a_time:
-            with self._lock:
+            with self._guests, self._lock:
                 held = self._index.hold(token_ids)
             try:
                 if not held.length:
                     raise UsageError("nothing of this conversation is kept, so there is nothing to save")
                 self._write(path, held, chat)
             finally:
-                with self._lock:
+                with self._guests, self._lock:
                     self._index.let_go(held)
         return Session(list(held.token_ids), dict(chat), path.stat().st_size)
 
     def size(self, token_ids: Sequence[int]) -> int:
         """Bytes that `save` would write, about; 0 when nothing is known of these tokens."""
-        with self._lock:
+        with self._guests, self._lock:
             held = self._index.hold(token_ids)
             try:
                 states = sum(saved.values.nbytes for saved in held.states)
@@ -131,7 +134,7 @@ class Sessions:
                 while queued:
                     self._write_page(writer, held, *queued.popleft())
             finally:  # of a save that broke off
-                with self._lock:
+                with self._guests, self._lock:
                     for index, block in queued:
                         if held.hosts[index] is None:
                             self._blocks.give_back(block)
@@ -141,7 +144,7 @@ class Sessions:
                 writer.write(saved.values)
 
     def _start_save(self, path: Path, held: Held, index: int) -> Block:
-        with self._lock:
+        with self._guests, self._lock:
             host = held.hosts[index]
             if host is not None:
                 return host.block
@@ -154,7 +157,7 @@ class Sessions:
     def _write_page(self, writer: SessionWriter, held: Held, index: int, block: Block) -> None:
         try:
             host = held.hosts[index]
-            with self._lock:  # a copy to the device writes tags
+            with self._guests, self._lock:  # a copy to the device writes tags
                 epoch = host.epoch if host is not None else held.epochs[index]
                 is_sound = self._copies.is_sound(block, held.rows_of(index), epoch)
             if not is_sound:
@@ -162,7 +165,7 @@ class Sessions:
             writer.write(block.array[: self._copies.rows_bytes])
         finally:
             if held.hosts[index] is None:
-                with self._lock:
+                with self._guests, self._lock:
                     self._blocks.give_back(block)
 
     # loading
@@ -184,17 +187,17 @@ class Sessions:
                     copy.synchronize()
                 session = Session(reader.tokens.tolist(), reader.json("chat"), reader.size)
             except BaseException:
-                with self._lock:
+                with self._guests, self._lock:
                     for state in loading.states:
                         self._cache.recurrent.drop(state)  # type: ignore[union-attr]
                 raise
             else:
-                with self._lock:
+                with self._guests, self._lock:
                     self._index.insert(session.token_ids, loading.pages, loading.epochs, loading.states)
             finally:
                 for copy in loading.copies:
                     copy.synchronize()
-                with self._lock:
+                with self._guests, self._lock:
                     for saved in loading.states:
                         saved.block.num_pins -= 1
                     for page in loading.pages:
@@ -245,12 +248,12 @@ class Sessions:
                     future.cancel()
                     if not future.cancelled():
                         future.exception()
-                    with self._lock:
+                    with self._guests, self._lock:
                         self._blocks.give_back(block)
 
     def _take_block(self, loading: _Loading) -> Block:
         while True:
-            with self._lock:
+            with self._guests, self._lock:
                 block = self._blocks.take()
             if block is not None:
                 return block
@@ -261,7 +264,7 @@ class Sessions:
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:
         try:
             reader.check(f"page.{index}", read.result())
-            with self._lock:
+            with self._guests, self._lock:
                 if not self._index.make_room(1):
                     room = self._cache.num_pages * self._cache.page_size
                     raise ContextError(
@@ -276,7 +279,7 @@ class Sessions:
                     self._copies.load(block, page, min(size, len(reader.tokens) - index * size), epoch)
                 )
         finally:
-            with self._lock:
+            with self._guests, self._lock:
                 self._blocks.give_back(block)
 
     def _read_states(self, reader: SessionReader, loading: _Loading) -> None:
@@ -285,7 +288,7 @@ class Sessions:
             return
         names = [name for name in reader.sections if name.startswith("state.")]
         for name in reversed(names):  # the last ones are worth most, should the budget be small
-            with self._lock:
+            with self._guests, self._lock:
                 saved = recurrent.new_checkpoint(int(name[6:]))
                 if saved is None:
                     break
