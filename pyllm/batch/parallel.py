@@ -13,7 +13,7 @@ from pyllm.kv_types import kv_type_by_name
 from pyllm.llm import TAG_BYTES
 from pyllm.models import check_model
 
-MOST = {"gpu": 64}
+MOST = {"gpu": 256}
 MOST_ELSEWHERE = 8  # a CPU gains little from more
 _SHARE = 0.5  # of what the weights leave: activations, outputs and other programs need some too
 _WEIGHT_SHARE = 0.6  # of a machine's memory, at most, for weights as float32
