@@ -12,6 +12,7 @@ that differs must have been nearly as likely as the other. The status is 1 where
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -159,6 +160,7 @@ def main() -> int:
         (folder / "in.jsonl").write_text("".join(lines), encoding="utf-8")
         with LLM.with_options(resolve(options.model), open_device(options.device), settings) as llm:
             busy = BusyTime(llm)
+            gc.freeze()  # as the command does
             rounds = [run_lines(llm, options, folder, busy) for _ in range(UNCOUNTED + options.rounds)][UNCOUNTED:]
             requests = rounds[-1][1]
             by_prompt = {tuple(r.token_ids[: r.num_prompt]): r.token_ids[r.num_prompt :] for r in requests}

@@ -78,6 +78,39 @@ class Generation:
             self.close(reason)
         return Chunk(shown, sampled.token, reason, sampled.logprob, sampled.top_logprobs)
 
+    def drain(self, marks: Mapping[int, str]) -> tuple[str, int, str | None] | None:
+        """All that has come since the last call: its text, how many tokens it is, and the finish reason when the last
+        one is among them. None when nothing has. The text is that of `take`, at less cost.
+
+        Args:
+            marks: text of tokens that have none of their own, which is wanted all the same.
+
+        Raises:
+            PyllmError: as `take`.
+        """
+        request, push = self._request, self._text.push
+        emitted = request.emitted
+        if self._is_over or not (emitted or request.finish_reason is not None):
+            return None
+        texts, count = [], 0
+        while emitted:
+            token = emitted.popleft().token
+            texts.append(push(token))
+            count += 1
+            reason = "stop" if self._text.stopped else None if emitted else self._last_reason()
+            if reason and not self._text.stopped:
+                texts.append(self._text.flush())
+            if token in marks:
+                texts.append(marks[token])
+            if reason:
+                self.close(reason)
+                return "".join(texts), count, reason
+        if not count:
+            chunk = self.take()  # without a token: it raises, or was interrupted
+            assert chunk is not None
+            return chunk.text, 0, chunk.finish_reason
+        return "".join(texts), count, None
+
     def _last_reason(self) -> str | None:
         """The finish reason when the token just taken was the last one."""
         reason = self._request.finish_reason

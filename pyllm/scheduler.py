@@ -265,15 +265,21 @@ class Scheduler:
         room = self._ubatch_size
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
-        pending = [request.num_pending for request in self._running]
-        decoding = [request for request, count in zip(self._running, pending, strict=True) if count <= 1]
-        others = [request for request, count in zip(self._running, pending, strict=True) if count > 1]
-        for request in (*decoding, *others):  # decoding first, then by age
-            if request.kv is None or request.finish_reason or room == 0 or not self._is_ready(request):
+        decoding: list[Request] = []
+        others: list[Request] = []
+        for request in self._running:
+            kv = request.kv
+            if kv is None or request.finish_reason or (request.ready is not None and not self._is_ready(request)):
                 continue
-            if request.kv.length >= len(request.token_ids):
-                if self._can_run_ahead(request) and self._cache.extend(request.kv, 1):
-                    chosen.append((request, self._segment(request, 1)))
+            (decoding if len(request.token_ids) - kv.length <= 1 else others).append(request)
+        for request in (*decoding, *others):  # decoding first, then by age
+            kv = request.kv
+            if kv is None or request.finish_reason or room == 0:  # it may have given way by now
+                continue
+            if kv.length >= len(request.token_ids):
+                if request.is_kept and self._can_run_ahead(request, kv) and self._cache.extend(kv, 1):
+                    given = (kv, kv.length - 1, _UNKNOWN, 1, request.whole_rows, request.place, request.place)
+                    chosen.append((request, Segment(*given)))
                     room -= 1
                 continue
             count = min(request.num_pending, room)
@@ -291,24 +297,19 @@ class Scheduler:
 
     @staticmethod
     def _is_ready(request: Request) -> bool:
-        if request.ready is None:
-            return True
-        if request.ready.query():
+        if request.ready is not None and request.ready.query():
             request.ready = None
         return request.ready is None
 
-    def _can_run_ahead(self, request: Request) -> bool:
-        """Whether the device has, or will have, a token for which a step can be queued already.
+    def _can_run_ahead(self, request: Request, kv: SequenceKV) -> bool:
+        """Whether a step can be queued already for the token that the device has, or will have (`Request.is_kept`).
 
         The host may find out later that a token before it was the last; then the step was in vain, and its results are
         not taken.
         """
-        if not request.is_kept or request.kv is None or request.params is None:
-            return False
-        limit = self._ctx_size
-        if request.params.max_tokens is not None:
-            limit = min(limit, request.num_prompt + request.params.max_tokens)
-        return request.kv.length + 2 <= limit  # with the token that the step itself brings
+        needed = kv.length + 2  # with the token that the step itself brings
+        most = request.params.max_tokens if request.params is not None else 0
+        return needed <= self._ctx_size and (most is None or needed <= request.num_prompt + most)
 
     def _make_room(self, request: Request, count: int, chosen: list[tuple[Request, Segment]]) -> bool:
         """Extend a request's rows; put younger requests back into the queue while pages are short."""
@@ -357,9 +358,8 @@ class Scheduler:
         start = kv.length - count
         token_ids = request.token_ids[start : kv.length]
         num_outputs = count if params is None else int(kv.length >= len(request.token_ids))
-        source = -1 if token_ids else request.place
         place = request.place if num_outputs and params is not None and params.takes_best else -1
-        return Segment(kv, start, token_ids or _UNKNOWN, num_outputs, request.whole_rows, place, source)
+        return Segment(kv, start, token_ids, num_outputs, request.whole_rows, place)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
         """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""
@@ -429,16 +429,16 @@ class Scheduler:
             sampled = request.sampler.sample(whole, request.token_ids)
         else:
             sampled = plain_sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
-        if not request.num_generated:
+        token_ids, most = request.token_ids, request.params.max_tokens
+        if len(token_ids) == request.num_prompt:
             request.first_token_at = time.perf_counter()
-        request.token_ids.append(sampled.token)
+        token_ids.append(sampled.token)
         request.emitted.append(sampled)
-        limit = request.params.max_tokens
         if self._is_end(sampled.token) and not request.params.ignore_eos:
             self._end(request, "stop")
-        elif limit is not None and request.num_generated >= limit:
+        elif most is not None and len(token_ids) >= request.num_prompt + most:
             self._end(request, "length")
-        elif len(request.token_ids) >= self._ctx_size:
+        elif len(token_ids) >= self._ctx_size:
             self._end_of_context(request)
 
     def _end_of_context(self, request: Request) -> None:

@@ -37,6 +37,8 @@ class Generating(Protocol):
 
     def take(self) -> Chunk | None: ...
 
+    def drain(self, marks: Mapping[int, str]) -> tuple[str, int, str | None] | None: ...
+
     def close(self) -> None: ...
 
     def stats(self) -> Mapping[str, Any]: ...
@@ -319,6 +321,15 @@ class Runner:
     def _take(self, running: _Running) -> str | None:
         """All that has come; returns the finish reason with the last of it."""
         job, texts = running.job, running.texts
+        if job.num_logprobs is None:
+            found = running.generation.drain(self._marks if job.messages is not None else {})
+            if found is None:
+                return None
+            text, count, reason = found
+            texts.append(text)
+            running.num_tokens += count
+            self.tally.completion_tokens += count
+            return reason
         before, reason = running.num_tokens, None
         while reason is None and (chunk := running.generation.take()) is not None:
             text, token, reason = chunk[:3]

@@ -34,6 +34,14 @@ class StubGeneration:
         tops = tuple((token, -float(token)) for token in range(1, self.params.logprobs + 1))
         return Chunk(text, len(word), reason, -1.0 if tops else None, tops)
 
+    def drain(self, marks: Mapping[int, str]) -> tuple[str, int, str | None] | None:
+        chunks = []
+        while (chunk := self.take()) is not None:
+            chunks.append(chunk)
+            if chunk.finish_reason:
+                break
+        return ("".join(c.text for c in chunks), len(chunks), chunks[-1].finish_reason) if chunks else None
+
     def close(self) -> None:
         self.closed = True
         if self in self.engine.open:
