@@ -94,7 +94,8 @@
 #define PARTIAL_BYTES (WARPS * COLUMNS * 16 * 4)
 #define SUMS_BYTES (STAGE_BYTES > PARTIAL_BYTES ? STAGE_BYTES : PARTIAL_BYTES)
 
-constexpr int SLABS_AT_ONCE = SCALED ? SLABS : DIRECT_SLABS;
+// Where a lane supplies all runs of a row, those of eight slabs would not fit into registers.
+constexpr int SLABS_AT_ONCE = SCALED ? (DIRECT_RUNS > 1 ? 4 : SLABS) : DIRECT_SLABS;
 
 #if X_F16 || NORM || X_STAGES
 typedef f16 run_t;
@@ -122,23 +123,35 @@ DEVICE void load_run(const float* source, u32 (&run)[4]) {
 }
 
 #if X_STAGES
-// Start bringing the x of one step; runs past the end of K, and tokens that do not exist, are left out.
-DEVICE void fetch_x(f16* stage, i32 pitch, const x_t* x, i32 first_k, i32 tokens, i32 K) {
-    const i32 count = X_PIECES ? STEP_K : K;
-    for (i32 token = WARP_ID(); token < tokens; token += WARPS) {
-        const x_t* const source = x + static_cast<i64>(token) * K + first_k;
-        f16* const target = stage + token * pitch;
-#pragma unroll
-        for (i32 first = 0; first < count; first += 8 * WARP_SIZE) {
-            const i32 k = first + 8 * LANE();
-            if (k >= count || (X_PIECES && first_k + k >= K)) continue;
-#if X_F16
-            async_copy16(target + k, source + k);
-#else
-            u32 run[4];
-            load_run(source + k, run);
-            store16(target + k, u32x4{run[0], run[1], run[2], run[3]});
+DEVICE void copy_run(f16* target, const f16* source) { async_copy16(target, source); }
+DEVICE void copy_run(f16* target, const float* source) {
+    u32 run[4];
+    load_run(source, run);
+    store16(target, u32x4{run[0], run[1], run[2], run[3]});
+}
 #endif
+
+#if X_PIECES
+// Start bringing the x of the step from first_k; runs past the end of K, and tokens that do not exist, are left out.
+DEVICE void fetch_x(f16* stage, const x_t* x, i32 first_k, i32 tokens, i32 K) {
+    constexpr i32 runs = STEP_K / 8, at_once = THREADS / runs;  // tokens
+    static_assert(THREADS % runs == 0, "threads keep to their runs");
+    const i32 k = static_cast<i32>(threadIdx.x) % runs * 8, first = static_cast<i32>(threadIdx.x) / runs;
+    const x_t* source = x + (static_cast<i64>(first) * K + first_k + k);
+    f16* const target = stage + first * X_PITCH + k;
+    const i32 wanted = first_k + k < K ? tokens - first : 0;
+#pragma unroll
+    for (i32 t = 0; t < TOKENS; t += at_once) {
+        if (t < wanted) copy_run(target + t * X_PITCH, source);
+        source += static_cast<i64>(at_once) * K;
+    }
+}
+#elif X_STAGES
+// Start bringing all of x.
+DEVICE void fetch_x(f16* stage, i32 pitch, const x_t* x, i32 tokens, i32 K) {
+    for (i32 token = WARP_ID(); token < tokens; token += WARPS) {
+        for (i32 k = 8 * LANE(); k < K; k += 8 * WARP_SIZE) {
+            copy_run(stage + token * pitch + k, x + static_cast<i64>(token) * K + k);
         }
     }
 }
@@ -205,10 +218,11 @@ DEVICE void fetch(u8* stage, const Copies& copies, i64 offset, i32 bytes) {
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
         const u64 begin = reinterpret_cast<u64>(copies.row[i] + offset);
-        const u64 source = (ALIGNED ? begin : begin / 16 * 16) + copies.piece[i];
+        const i32 rest = ALIGNED ? 0 : static_cast<i32>(static_cast<u32>(begin) % 16);
         const bool whole = FULL && ALIGNED && UNIT_BYTES % 16 == 0;  // all pieces exist
         const bool last = 16 * PIECES % WARP_SIZE && i == COPIES - 1;
-        if ((last ? copies.target[i] < 0 : false) || (!whole && source >= begin + bytes)) continue;
+        if ((last ? copies.target[i] < 0 : false) || (!whole && copies.piece[i] >= bytes + rest)) continue;
+        const u64 source = begin - rest + copies.piece[i];
         async_copy16(stage + copies.target[i], reinterpret_cast<const void*>(source));
     }
 }
@@ -297,11 +311,11 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
     const i32 steps = (units + WORKERS - 1) / WORKERS;
 #pragma unroll
     for (int s = 0; s < X_STAGES - 1; s++) {
-        fetch_x(x_stages + s * X_STAGE, x_pitch, x + static_cast<i64>(first_token) * K, s * STEP_K, tokens, K);
+        fetch_x(x_stages + s * X_STAGE, x + static_cast<i64>(first_token) * K, s * STEP_K, tokens, K);
         async_commit();
     }
 #elif X_STAGES
-    fetch_x(x_stages, x_pitch, x + static_cast<i64>(first_token) * K, 0, tokens, K);
+    fetch_x(x_stages, x_pitch, x + static_cast<i64>(first_token) * K, tokens, K);
     async_commit();
     async_wait<0>();
     BARRIER();
@@ -353,7 +367,7 @@ KERNEL(THREADS) mul_mat_thin(const x_t* RESTRICT x, const float* RESTRICT norm, 
         const i32 free = stage == 0 ? X_STAGES - 1 : stage - 1;
         if (ahead < steps) {
             fetch_unit(stages + free * 16 * PITCH, copies, worker + ahead * WORKERS, K);
-            fetch_x(x_stages + free * X_STAGE, x_pitch, source, ahead * STEP_K, tokens, K);
+            fetch_x(x_stages + free * X_STAGE, source, ahead * STEP_K, tokens, K);
         }
         async_commit();
         const i32 own_stage = stage;

@@ -13,7 +13,7 @@ For a batch-invariant target there is one way: `mul_mat_thin` as it is cut up fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import count, groupby
 from typing import Any
@@ -33,7 +33,8 @@ FUSED_NORM_TOKENS = 2  # up to here every block may normalise the whole input fo
 FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
-SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory
+SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory, ...
+WHOLE_X_TOKENS = 16  # ... and beyond these in pieces
 WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
 
 LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost ...
@@ -127,13 +128,13 @@ def fuses_gate(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bo
 
 def plan_products(target: Target, products: Products, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
     """All launches; a bias is a part of them for few tokens only (`bias_launch`)."""
-    if is_thin(target, products.num_tokens):
-        return list(_thin_launches(target, products))
     launches: list[KernelLaunch | GemmLaunch] = []
     x, num_tokens, column = products.x, products.num_tokens, 0
     if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
         x, scratch = scratch[: x.size].reshape(x.shape), scratch[x.size :]
         launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
+    if is_thin(target, num_tokens):
+        return [*launches, *_thin_launches(target, replace(products, x=x))]
     for weight in products.weights:
         out, columns = products.out.reshape(-1)[column:], products.out.shape[1]
         output = Output.of(out, products.accumulate)
@@ -264,7 +265,7 @@ class Staging:
         aligned = unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0
         for workers in (4, 2, 1):
             warps = own * matrices * workers
-            for x_stages in (1, 2) if tokens <= 16 else (2,):
+            for x_stages in (1, 2) if tokens <= WHOLE_X_TOKENS else (2,):
                 staging = cls(32 * warps, unit_k, unit_bytes, STAGES, aligned, own, x_stages, workers)
                 fits = staging.shared_bytes(target, weight.qtype, tokens, k) <= limit << 10
                 if warps <= most_warps and workers * unit_k <= max(k, unit_k) and fits:
@@ -311,9 +312,12 @@ def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool
 
 
 def _takes_half(target: Target | None, num_tokens: int, weight: Weight) -> bool:
-    """Whether a product has to have its x in float16."""
-    if target is None or is_thin(target, num_tokens):
+    """Whether a product has to have its x in float16: what brings it into shared memory piece by piece only copies."""
+    if target is None:
         return False
+    if is_thin(target, num_tokens):
+        packed = FORMATS[weight.qtype].block_size > 1
+        return num_tokens > WHOLE_X_TOKENS and packed and target.tiles == "mma" and not target.batch_invariant
     return uses_library(target, num_tokens, weight) or uses_wgmma(target, weight.qtype)
 
 

@@ -42,7 +42,9 @@ DEVICE SlabHead slab_head(const u8* RESTRICT unit, int slab) {
 
 DEVICE SlabScale slab_scale(const SlabHead& head, int slab) {
     const int sub = slab % 8;
-    const u32 bytes = byte_perm(head.scales[sub / 4], head.minima[sub / 4], 0x0400 + 0x1111 * (sub % 4));
+    // Not by an index, which would keep them in memory where slabs are not all unrolled.
+    const u32 scales = sub < 4 ? head.scales[0] : head.scales[1], minima = sub < 4 ? head.minima[0] : head.minima[1];
+    const u32 bytes = byte_perm(scales, minima, 0x0400 + 0x1111 * (sub % 4));
     // A byte below the exponent of 1024 is the f16 1024 + byte; the subtraction is exact.
     const u32 pair = h2_sub((bytes & 0x00FF00FFu) | 0x64006400u, 0x64006400u);
     return {head.d * f16_bits_to_f32(static_cast<u16>(pair & 0xFFFF)),

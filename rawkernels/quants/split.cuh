@@ -17,10 +17,21 @@
 #define SPLIT_CENTRE (QTYPE == 12 ? 8 : 16)
 
 DEVICE void split_scales(const u8* unit, int part, u32 (&own)[2]) {
+    const u32x4 head = load16<u32x4>(unit);
+    const bool first = part < 2;  // of both words of scales, and of both of minima; see k_scale
+    const u32 mask = first ? 0x3F3F3F3Fu : 0x0F0F0F0Fu;
+    const u32 scales = ((first ? head.y : head.w) & mask) | (first ? 0 : head.y >> 2 & 0x30303030u);
+    const u32 minima = ((first ? head.z : head.w >> 4) & mask) | (first ? 0 : head.z >> 2 & 0x30303030u);
+    // Two bytes as f16 pairs: the last places of 1024 and more.
+    const u32 places = part % 2 ? 0x4342 : 0x4140;
+    const u32 scale = h2_sub(byte_perm(scales, 0x64646464u, places), 0x64006400u);
+    const u32 minimum = h2_sub(byte_perm(minima, 0x64646464u, places), 0x64006400u);
+    const float d = low_half(head.x), dmin = high_half(head.x);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const KScale scale = k_scale(unit, 2 * part + j);
-        own[j] = h2_pack(H2_UP * scale.d, fmaf(scale.d, static_cast<float>(SPLIT_CENTRE), -scale.minimum));
+        const float of_slab = d * (j ? high_half(scale) : low_half(scale));
+        const float less = dmin * (j ? high_half(minimum) : low_half(minimum));
+        own[j] = h2_pack(H2_UP * of_slab, fmaf(of_slab, static_cast<float>(SPLIT_CENTRE), -less));
     }
 }
 

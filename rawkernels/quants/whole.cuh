@@ -61,11 +61,22 @@ struct WholeRow {
     const u8* unit;
     const u8* lane;  // the unit's bytes that begin with this lane's
     WholeWords even, odd;
+#if QTYPE == 20 || QTYPE == 23
+    u32 zero;  // which the compiler does not know: it would bring constants of a table anew for each use
+#endif
 };
 
 DEVICE WholeRow whole_row(const u8* unit, int part) {
     const u8* const lane = unit + (WHOLE_ORDER ? 8 : 4) * part;
-    return {unit, lane, words_at(lane, ALIGNED, 0), words_at(lane, ALIGNED, 2)};
+    return {
+        unit,
+        lane,
+        words_at(lane, ALIGNED, 0),
+        words_at(lane, ALIGNED, 2),
+#if QTYPE == 20 || QTYPE == 23
+        static_cast<u32>(reinterpret_cast<u64>(unit)) & 1,
+#endif
+    };
 }
 
 // Four bytes at a constant, even offset from the lane's first.
@@ -158,18 +169,24 @@ DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) {
 #elif QTYPE == 23
 
 struct WholeHead {
-    u32 d;  // and the high pairs of the scales
-    u32 low;
+    u32 d;
+    u32 scales[2];  // signed bytes, of even slabs and of odd ones
 };
 
 DEVICE WholeHead whole_head(const u8* unit) {
-    return {reinterpret_cast<const u32*>(unit)[0], reinterpret_cast<const u32*>(unit)[1]};
+    const u32 d = reinterpret_cast<const u32*>(unit)[0], low = reinterpret_cast<const u32*>(unit)[1];
+    const u32 pairs = (d >> 16 & 0xFFu) | (d >> 8 & 0x00FF0000u);  // of bits, four in each half
+    const u32 high = (pairs | pairs << 4) & 0x0F0F0F0Fu;
+    const u32 even = (low & 0x0F0F0F0Fu) | (high << 4 & 0x30303030u);
+    const u32 odd = (low >> 4 & 0x0F0F0F0Fu) | (high << 2 & 0x30303030u);
+    // Less 32: 96 more does not leave a byte, and 128 more turns its sign.
+    return {d, {(even + 0x60606060u) ^ 0x80808080u, (odd + 0x60606060u) ^ 0x80808080u}};
 }
 
 DEVICE float whole_d(const WholeHead& head) { return low_half(head.d); }
 DEVICE i32 whole_scale(const WholeHead& head, int slab, int half) {
     (void)half;
-    return static_cast<i32>((head.low >> 4 * slab & 15) | (head.d >> (16 + 2 * slab) & 3) << 4) - 32;
+    return static_cast<i8>(head.scales[slab % 2] >> 8 * (slab / 2));
 }
 
 #elif QTYPE == 3
@@ -220,45 +237,58 @@ DEVICE WholeScale whole_scale(const WholeRow& row, int slab) {
 #endif
 
 #if QTYPE == 20 || QTYPE == 23
-DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) {
+// Levels, counted from -128, with FLIP.
+template <u32 FLIP>
+DEVICE void whole_levels(const WholeRow& row, int slab, u32 (&codes)[2]) {
 #if QTYPE == 20
     const u32 nibbles = whole_word(row, 18 * slab + 2);
 #else
     const u32 nibbles = *reinterpret_cast<const u32*>(row.lane + 8 + 16 * slab);
 #endif
-    constexpr u32 flip = 0x80808080u;  // levels without the 128
-    constexpr u32 levels[4] = {IQ4_LEVELS_0 ^ flip, IQ4_LEVELS_1 ^ flip, IQ4_LEVELS_2 ^ flip, IQ4_LEVELS_3 ^ flip};
+    const u32 levels[4] = {IQ4_LEVELS_0 ^ FLIP ^ row.zero, IQ4_LEVELS_1 ^ FLIP, IQ4_LEVELS_2 ^ FLIP ^ row.zero,
+                           IQ4_LEVELS_3 ^ FLIP};
     nibbles_of_table(nibbles, levels, codes[0], codes[1]);
 }
+
+DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) { whole_levels<0x80808080u>(row, slab, codes); }
 #endif
 
 #if QTYPE == 2 || QTYPE == 8 || QTYPE == 14 || QTYPE == 20 || QTYPE == 23
 #define WHOLE_HALVES_OF 1
+
+// Codes with their signs flipped.
+DEVICE void whole_flipped(const WholeRow& row, int slab, u32 (&codes)[2]) {
+#if QTYPE == 20 || QTYPE == 23
+    whole_levels<0>(row, slab, codes);
+#else
+    whole_codes(row, slab, codes);
+    codes[0] ^= 0x80808080u, codes[1] ^= 0x80808080u;
+#endif
+}
 
 // The same eight weights as f16 pairs, rounded as by decode8_half2.
 #if WHOLE_SCALES
 // `scales` is that of quants/split.cuh.
 DEVICE void whole_halves_of(const WholeRow& row, int slab, u32 scales, u32 (&w)[4]) {
     u32 codes[2];
-    whole_codes(row, slab, codes);
+    whole_flipped(row, slab, codes);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const u32 scale = byte_perm(scales, 0, (QTYPE == 14 ? j : slab % 2) ? 0x3232 : 0x1010);
-        const u32 flipped = codes[j] ^ 0x80808080u;
         constexpr u32 down = QTYPE == 14 ? 0x1C001C00u : 0x24002400u;    // 2^-8: these codes are four times as large; 2^-6
         constexpr u32 offset = QTYPE == 14 ? 0xC480C480u : 0xCC80CC80u;  // -1152 times that
-        w[2 * j] = h2_mul(h2_fma(byte_perm(flipped, 0x64646464u, 0x4140), down, offset), scale);
-        w[2 * j + 1] = h2_mul(h2_fma(byte_perm(flipped, 0x64646464u, 0x4342), down, offset), scale);
+        w[2 * j] = h2_mul(h2_fma(byte_perm(codes[j], 0x64646464u, 0x4140), down, offset), scale);
+        w[2 * j + 1] = h2_mul(h2_fma(byte_perm(codes[j], 0x64646464u, 0x4342), down, offset), scale);
     }
 }
 #else
 DEVICE void whole_halves_of(const WholeRow& row, int slab, u32 (&w)[4]) {
     u32 codes[2];
-    whole_codes(row, slab, codes);
+    whole_flipped(row, slab, codes);
     const u32 scale = h2_splat(*reinterpret_cast<const u16*>(row.unit + WHOLE_BLOCK_BYTES * slab));
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const u32 flipped = byte_perm(codes[j / 2] ^ 0x80808080u, 0x64646464u, j % 2 ? 0x4342 : 0x4140);
+        const u32 flipped = byte_perm(codes[j / 2], 0x64646464u, j % 2 ? 0x4342 : 0x4140);
         // -1152, or a 16th of the sum where codes are 16 times as large.
         const u32 code = QTYPE == 2 ? h2_fma(flipped, 0x2C002C00u, 0xD480D480u) : h2_sub(flipped, 0x64806480u);
         w[j] = h2_mul(code, scale);
