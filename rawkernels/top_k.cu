@@ -13,6 +13,9 @@
 //           with the id 0x7FFFFFFF, which a later launch takes for an absent one
 // Defines   TOP (256 at most), KEYS per thread, HAS_IDS
 // Compile   TOP=64 KEYS=16 HAS_IDS=0,1
+#if !HAS_IDS
+#define KERNEL_MIN_BLOCKS 3
+#endif
 #include "common/platform.cuh"
 
 #define THREADS 512
@@ -74,18 +77,22 @@ KERNEL(THREADS) top_k(const float* RESTRICT values, const i32* RESTRICT ids, flo
     const i32 place = HAS_IDS ? dealt : static_cast<i32>(threadIdx.x);
     const i64 first = static_cast<i64>(blockIdx.y) * (THREADS * KEYS) + place;
     const float* const row = values + blockIdx.x * columns;
-    u32 keys[KEYS];
+#if HAS_IDS
     i32 names[KEYS];
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
         const i64 column = first + j * THREADS;
-        const bool inside = column < columns;
-#if HAS_IDS
-        names[j] = inside ? ids[blockIdx.x * columns + column] : ABSENT;
+        names[j] = column < columns ? ids[blockIdx.x * columns + column] : ABSENT;
+    }
+    const auto name_of = [&](int j) { return names[j]; };
 #else
-        names[j] = inside ? static_cast<i32>(column) : ABSENT;
+    const auto name_of = [&](int j) { return static_cast<i32>(first) + j * THREADS; };
 #endif
-        keys[j] = names[j] != ABSENT ? order_key(row[column]) : 0;
+    u32 keys[KEYS];
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) {
+        const bool exists = first + j * THREADS < columns && name_of(j) != ABSENT;
+        keys[j] = exists ? order_key(row[first + j * THREADS]) : 0;
     }
     u32 largest = 0;
 #pragma unroll
@@ -102,7 +109,7 @@ KERNEL(THREADS) top_k(const float* RESTRICT values, const i32* RESTRICT ids, flo
     for (int j = 0; j < KEYS; j++) {
         if (keys[j] < bound) continue;
         const i32 slot = atomic_add(num_listed, 1);
-        if (slot < LISTED) list[slot] = order_of(keys[j], names[j]);
+        if (slot < LISTED) list[slot] = order_of(keys[j], name_of(j));
     }
     BARRIER();  // the list is complete, unless it is too short
     if (num_listed[0] > LISTED) {  // the whole block
@@ -140,7 +147,7 @@ KERNEL(THREADS) top_k(const float* RESTRICT values, const i32* RESTRICT ids, flo
 #pragma unroll
         for (int j = 0; j < KEYS; j++) {
             if (keys[j] > smallest || (keys[j] == smallest && j * THREADS + place < end)) {
-                list[atomic_add(num_listed, 1)] = order_of(keys[j], names[j]);
+                list[atomic_add(num_listed, 1)] = order_of(keys[j], name_of(j));
             }
         }
         BARRIER();  // the list is complete
