@@ -30,7 +30,7 @@ from pyllm.weight import Weight
 POISON = 0xFF
 RUNS = 7  # timed; the median counts
 LAUNCHES = 8  # of one timed run, at least
-CACHE_FACTOR = 3  # sets of arguments together are at least so many times as large as the cache
+CACHE_FACTOR = 3  # what is needed of all sets of arguments is at least so many times as large as the cache
 MAX_SETS = 32
 MAX_SET_BYTES = 8 << 30  # of all sets together
 _POOL = (1 << 20) + 7  # random numbers that are drawn; arrays repeat them
@@ -305,7 +305,9 @@ def _measure(device: Device, timer: Timer, source: Source, case: BenchCase) -> M
     device.launch(case.op, *arguments)
     error = max(relative_error(*pair) for pair in sample())
     kernels = tuple(dict.fromkeys(x.entry if isinstance(x, KernelLaunch) else "library" for x in launches))
-    sets = [arguments, *(_copied(source, arguments) for _ in range(_num_sets(arguments, timer.cache_bytes) - 1))]
+    traffic = case.traffic(arguments)
+    num_sets = _num_sets(arguments, traffic, timer.cache_bytes)
+    sets = [arguments, *(_copied(source, arguments) for _ in range(num_sets - 1))]
     _settle(device)
     rounds = -(-LAUNCHES // len(sets))
 
@@ -315,7 +317,7 @@ def _measure(device: Device, timer: Timer, source: Source, case: BenchCase) -> M
 
     seconds, recorded = _timed(device, timer, launch, any(isinstance(x, GemmLaunch) for x in launches))
     device.synchronize()  # only now may the arguments go away
-    return Measured(case, kernels, seconds / (rounds * len(sets)), case.traffic(arguments), error, recorded=recorded)
+    return Measured(case, kernels, seconds / (rounds * len(sets)), traffic, error, recorded=recorded)
 
 
 def _timed(device: Device, timer: Timer, launch: Callable[[], None], uses_library: bool) -> tuple[float, bool]:
@@ -362,9 +364,11 @@ def arrays_in(value: Any) -> Iterator[Any]:
     return iter(unique.values())
 
 
-def _num_sets(arguments: Arguments, cache_bytes: int) -> int:
+def _num_sets(arguments: Arguments, traffic: float, cache_bytes: int) -> int:
+    """Of arguments of which only a part may be needed."""
     size = max(1, sum(array.nbytes for array in arrays_in(arguments)))
-    wanted = max(2, -(-CACHE_FACTOR * cache_bytes // size))
+    needed = max(1, min(size, int(traffic)))
+    wanted = max(2, -(-CACHE_FACTOR * cache_bytes // needed))
     return max(1, min(wanted, MAX_SETS, MAX_SET_BYTES // size))
 
 

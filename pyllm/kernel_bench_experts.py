@@ -23,12 +23,13 @@ from pyllm.kernel_bench_samples import (
     spread,
     wide,
 )
-from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID
+from pyllm.ops.gated_mul_mat_id import GATED_MUL_MAT_ID, gate_needs_scratch
 from pyllm.ops.group_experts import GROUP_EXPERTS, ExpertLists, group_experts_ref
 from pyllm.ops.mul_mat_id import MUL_MAT_ID, expert_tile_rows
 from pyllm.ops.route import ROUTE
 from pyllm.ops.weighted_sum import WEIGHTED_SUM
 from pyllm.quants import QuantType
+from pyllm.weight import Weight
 
 
 def route_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
@@ -68,7 +69,7 @@ def group_experts_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Be
     bm = 64
 
     def arguments(source: Source) -> Arguments:
-        chosen = np.stack([source.rng.permutation(experts)[:used] for _ in range(sizes.many)]).astype(np.int32)
+        chosen = _choice(source, sizes.many, experts, used)
         lists = np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32)
         return source.array(chosen), experts, ExpertLists(source.array(lists), bm)
 
@@ -90,30 +91,22 @@ def mul_mat_id_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Bench
 
 def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: int, row_elements: int) -> BenchCase:
     def arguments(source: Source) -> Arguments:
-        chosen = np.stack([source.rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
+        chosen = _choice(source, tokens, experts, used)
         weight = source.weight(qtype, experts, rows, row_elements)
         out = source.unwritten(tokens, used, rows, dtype=np.float16)
-        lists = None
-        if bm := expert_tile_rows(source.device.target, chosen.size, experts):
-            filled = ExpertLists(np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32), bm)
-            group_experts_ref(chosen, experts, filled)
-            lists = ExpertLists(source.array(filled.array), bm)
-        return source.normal(tokens, 1, row_elements, dtype=np.float16), source.array(chosen), weight, lists, out
+        x = source.normal(tokens, 1, row_elements, dtype=np.float16)
+        return x, source.array(chosen), weight, _lists(source, chosen, weight), out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
         x, chosen, weight, _, out = arguments
         some, columns = spread(tokens, 2), spread(rows, SAMPLED_COLUMNS)
-        ids, given = read(chosen, some), wide(read(x, some))
-        exact = np.empty((len(some), used, len(columns)))
-        for index, slot in np.ndindex(ids.shape):
-            packed = read(weight.array, [ids[index, slot]])[0, columns]
-            exact[index, slot] = decoded(packed, qtype) @ given[index, 0]
+        exact = _products(read, x, chosen, weight, some, columns)
         return lambda: [(read(out, some)[:, :, columns], exact)]
 
     def traffic(arguments: Arguments) -> float:
         x, chosen, weight, _, out = arguments
-        needed = experts * (1 - (1 - used / experts) ** tokens)  # of experts, on average
-        return x.nbytes + chosen.nbytes + needed / experts * weight.array.nbytes + out.nbytes
+        packed = _share_needed(tokens, experts, used) * weight.array.nbytes
+        return x.nbytes + chosen.nbytes + packed + out.nbytes
 
     name = f"{qtype.name}, {tokens} x {row_elements} x {rows}, {used} of {experts}"
     flops = 2.0 * tokens * used * rows * row_elements
@@ -121,29 +114,64 @@ def _experts_case(qtype: QuantType, tokens: int, experts: int, used: int, rows: 
 
 
 def gated_mul_mat_id_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
-    experts, used, rows, row_elements = sizes.experts
+    for tokens in sizes.expert_tokens:
+        yield _gated_experts_case(tokens, *sizes.experts)
 
+
+def _gated_experts_case(tokens: int, experts: int, used: int, rows: int, row_elements: int) -> BenchCase:
     def arguments(source: Source) -> Arguments:
-        chosen = source.rng.permutation(experts)[None, :used].astype(np.int32)
+        chosen = _choice(source, tokens, experts, used)
         both = source.weight(QuantType.Q4_K, 2 * experts, rows, row_elements)
         halves = both.array[:experts], both.array[experts:]
         gate, up = (replace(both, shape=(experts, rows, row_elements), array=half) for half in halves)
-        out = source.unwritten(1, used, rows)
-        return source.normal(1, 1, row_elements), source.array(chosen), gate, up, None, None, out
+        x = source.normal(tokens, 1, row_elements, dtype=np.float16)
+        out = source.unwritten(tokens, used, rows, dtype=np.float16)
+        target, scratch = source.device.target, None
+        if gate_needs_scratch(target, chosen.size, gate, up):
+            scratch = source.unwritten(tokens, used, rows, dtype=np.float16)
+        return x, source.array(chosen), gate, up, _lists(source, chosen, gate, up), scratch, out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
         x, chosen, gate, up, *_, out = arguments
-        given, ids, columns = wide(read(x))[0, 0], read(chosen)[0], spread(rows, SAMPLED_COLUMNS)
-        g, u = (
-            np.stack([decoded(read(weight.array, [expert])[0, columns], weight.qtype) @ given for expert in ids])
-            for weight in (gate, up)
-        )
-        return lambda: [(read(out)[0][:, columns], silu_mul(g, u))]
+        some, columns = spread(tokens, 2), spread(rows, SAMPLED_COLUMNS)
+        exact = silu_mul(*(_products(read, x, chosen, weight, some, columns) for weight in (gate, up)))
+        return lambda: [(read(out, some)[:, :, columns], exact)]
 
     def traffic(arguments: Arguments) -> float:
         x, chosen, gate, up, *_, out = arguments
-        return x.nbytes + chosen.nbytes + used / experts * (gate.array.nbytes + up.array.nbytes) + out.nbytes
+        packed = gate.array.nbytes + up.array.nbytes
+        return x.nbytes + chosen.nbytes + _share_needed(tokens, experts, used) * packed + out.nbytes
 
-    name = f"Q4_K, 1 x {row_elements} x {rows}, {used} of {experts}"
-    flops = 4.0 * used * rows * row_elements
-    yield BenchCase(GATED_MUL_MAT_ID, name, arguments, sample, traffic, flops, F16_LIMIT)
+    name = f"Q4_K, {tokens} x {row_elements} x {rows}, {used} of {experts}"
+    flops = 4.0 * tokens * used * rows * row_elements
+    return BenchCase(GATED_MUL_MAT_ID, name, arguments, sample, traffic, flops, F16_LIMIT)
+
+
+def _choice(source: Source, tokens: int, experts: int, used: int) -> np.ndarray:
+    return np.stack([source.rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
+
+
+def _lists(source: Source, chosen: np.ndarray, *weights: Weight) -> ExpertLists | None:
+    bm, experts = expert_tile_rows(source.device.target, chosen.size, *weights), weights[0].shape[0]
+    if not bm:
+        return None
+    filled = ExpertLists(np.zeros(ExpertLists.size(chosen.size, experts, bm), np.int32), bm)
+    group_experts_ref(chosen, experts, filled)
+    return ExpertLists(source.array(filled.array), bm)
+
+
+def _products(
+    read: Read, x: np.ndarray, chosen: np.ndarray, weight: Weight, some: np.ndarray, columns: np.ndarray
+) -> np.ndarray:
+    """Those of some tokens with the same input for all of their experts, and some rows."""
+    ids, given = read(chosen, some), wide(read(x, some))
+    exact = np.empty((*ids.shape, len(columns)))
+    for index, slot in np.ndindex(ids.shape):
+        packed = read(weight.array, [ids[index, slot]])[0, columns]
+        exact[index, slot] = decoded(packed, weight.qtype) @ given[index, 0]
+    return exact
+
+
+def _share_needed(tokens: int, experts: int, used: int) -> float:
+    """Share of the experts that somebody chose, on average."""
+    return float(1 - (1 - used / experts) ** tokens)

@@ -54,7 +54,7 @@ class Sizes:
     decode: tuple[tuple[int, int], ...] = ((1, 32768), (8, 32768), (32, 32768))
     vocabulary: int = 151_936
     experts: tuple[int, int, int, int] = (128, 8, 768, 2048)
-    expert_tokens: tuple[int, ...] = (1, 8, 512, 2048)
+    expert_tokens: tuple[int, ...] = (1, 8, 64, 512, 2048, 8192)
     delta: tuple[int, int, int] = (16, 32, 128)
 
 

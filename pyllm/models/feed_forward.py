@@ -136,7 +136,7 @@ class ExpertFeedForward:
         lists = self._group(device, batch, experts)
         wide = (num_tokens, num_used, sizes.intermediate_size)
         hidden, scratch = array("gate", wide, dtype), None
-        if gate_needs_scratch(device.target, self._gate, self._up, lists):
+        if gate_needs_scratch(device.target, experts.size, self._gate, self._up):
             scratch = array("up", wide, dtype)
         gated_mul_mat_id(device, h[:, None, :], experts, self._gate, self._up, hidden, lists, scratch)
         down = array("expert_out", (num_tokens, num_used, h.shape[1]), dtype)
@@ -146,7 +146,7 @@ class ExpertFeedForward:
     def _group(self, device: Device, batch: Batch, experts: Any) -> ExpertLists | None:
         """What products of many tokens need to know about the choice of experts."""
         num_experts = self._sizes.num_experts
-        bm = expert_tile_rows(device.target, experts.size, num_experts)
+        bm = expert_tile_rows(device.target, experts.size, self._gate, self._up, self._down)
         if not bm:
             return None
         size = ExpertLists.size(experts.size, num_experts, bm)

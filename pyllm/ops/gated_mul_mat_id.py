@@ -8,7 +8,7 @@ import numpy as np
 
 from pyllm.ops.check import check_array, require
 from pyllm.ops.group_experts import ExpertLists
-from pyllm.ops.mul_mat_id import check_mul_mat_id, mul_mat_id_ref, plan_mul_mat_id, vec_launch
+from pyllm.ops.mul_mat_id import check_mul_mat_id, few_pairs_launch, mul_mat_id_ref, plan_mul_mat_id, without_lists
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.silu_mul import plan_silu_mul, silu_mul_ref
 from pyllm.weight import Weight
@@ -33,16 +33,16 @@ def gated_mul_mat_id_ref(
     out[...] = gates
 
 
-def gate_needs_scratch(target: Target | None, gate: Weight, up: Weight, lists: ExpertLists | None) -> bool:
+def gate_needs_scratch(target: Target | None, num_pairs: int, gate: Weight, up: Weight) -> bool:
     """Whether products of `up` are kept in scratch: where one kernel cannot do both."""
-    return target is not None and (lists is not None or gate.qtype != up.qtype)
+    return target is not None and (gate.qtype != up.qtype or not without_lists(target, num_pairs, gate))
 
 
 def plan_gated_mul_mat_id(
     target: Target, x: Any, experts: Any, gate: Weight, up: Weight, lists: ExpertLists | None, scratch: Any, out: Any
 ) -> list[KernelLaunch]:
     if scratch is None:
-        return [vec_launch(target, x, experts, gate, up, out, gate=1)]
+        return [few_pairs_launch(target, x, experts, gate, up, out, gate=1)]
     flat = (experts.size, out.shape[2])
     gates, ups = out.reshape(flat), scratch.reshape(flat)
     return [
@@ -79,7 +79,7 @@ def gated_mul_mat_id(
     """
     check_mul_mat_id(device, x, experts, gate, out, lists)
     require(gate.shape == up.shape, "gated_mul_mat_id", f"{gate.name} and {up.name} have different shapes")
-    needed = gate_needs_scratch(device.target, gate, up, lists)
+    needed = gate_needs_scratch(device.target, experts.size, gate, up)
     require(needed == (scratch is not None), "gated_mul_mat_id", "scratch is missing or not needed")
     if scratch is not None:
         check_array("gated_mul_mat_id", "scratch", scratch, out.shape, (out.dtype.name,))

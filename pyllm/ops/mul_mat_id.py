@@ -11,6 +11,7 @@ from pyllm.ops.group_experts import ExpertLists
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import Tile
 from pyllm.ops.product_wgmma import expert_tile, uses_wgmma
+from pyllm.ops.product_whole import WholeExperts
 from pyllm.quants import QuantType, dequantize
 from pyllm.weight import Weight
 
@@ -21,6 +22,8 @@ VEC_PAIRS = 64  # up to here every (token, slot) pair reads its expert's rows fo
 EMULATED_VEC_PAIRS = 16
 ROWS = 2  # of a weight that a warp multiplies at a time
 INVARIANT_PAIRS = 32  # of a tile, always, for a batch-invariant target; 64 where tiles are no smaller
+WHOLE_PAIRS = 1024  # up to here, and so many for each expert, experts' matrices are multiplied as whole numbers
+WHOLE_PAIRS_OF_EXPERT = 8
 
 
 def mul_mat_id_ref(
@@ -35,17 +38,36 @@ def mul_mat_id_ref(
         out[token, slot] = rows @ matrix.T
 
 
-def expert_tile_rows(target: Target | None, num_pairs: int, num_experts: int) -> int:
-    """Pairs of a tile (`ExpertLists.bm`) for a number of (token, slot) pairs; 0 where `mul_mat_id` needs no lists."""
+def without_lists(target: Target | None, num_pairs: int, weight: Weight) -> bool:
+    """Whether products with a stack of matrices take no lists of each expert's pairs."""
     if target is None:
+        return True
+    if target.batch_invariant:
+        return False
+    if num_pairs <= (EMULATED_VEC_PAIRS if target.vendor == "host" else VEC_PAIRS):
+        return True
+    few = min(WHOLE_PAIRS, WHOLE_PAIRS_OF_EXPERT * weight.shape[0])
+    return target.vendor == "cuda" and num_pairs <= few and takes_whole(target, weight)
+
+
+def takes_whole(target: Target, weight: Weight) -> bool:
+    """Whether few pairs are multiplied with a stack of matrices as whole numbers."""
+    return WholeExperts.of(target, WHOLE_PAIRS, WHOLE_PAIRS, weight, gate=True) is not None
+
+
+def expert_tile_rows(target: Target | None, num_pairs: int, *weights: Weight) -> int:
+    """Pairs of a tile (`ExpertLists.bm`) for a number of (token, slot) pairs; 0 where `mul_mat_id` needs no lists.
+
+    Args:
+        weights: stacks of matrices of the same experts.
+    """
+    if target is None or all(without_lists(target, num_pairs, weight) for weight in weights):
         return 0
     if target.batch_invariant:
         return INVARIANT_PAIRS if target.vendor == "cuda" else 64
-    if num_pairs <= (EMULATED_VEC_PAIRS if target.vendor == "host" else VEC_PAIRS):
-        return 0
     if target.vendor != "cuda":
         return 64
-    each = num_pairs // num_experts
+    each = num_pairs // weights[0].shape[0]
     if target.arch == "sm_90":
         return 64 if each < 32 else 128 if each < 96 else 256
     return 32 if each <= 20 else 64 if each <= 96 else 128  # measured: BENCHMARKS.md
@@ -58,8 +80,9 @@ def plan_mul_mat_id(
     require(k % 8 == 0, "mul_mat_id", f"rows of {weight.name} are not a multiple of 8 long")
     num_used, num_pairs, x_slots = experts.shape[1], experts.size, x.shape[1]
     output, row_bytes = int(out.dtype == np.float16), np.int64(weight.row_bytes)
-    if lists is None:
-        return [vec_launch(target, x, experts, weight, weight, out)]
+    if without_lists(target, num_pairs, weight):
+        return [few_pairs_launch(target, x, experts, weight, weight, out)]
+    assert lists is not None
     sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
     args = (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes))
     most_tiles = ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)
@@ -75,20 +98,22 @@ def plan_mul_mat_id(
     return [KernelLaunch("mul_mat_id", "mul_mat_id_tile", grid, (tile.threads,), args, defines, shared)]
 
 
-def vec_launch(
+def few_pairs_launch(
     target: Target, x: Any, experts: Any, weight: Weight, up: Weight, out: Any, gate: int = 0
 ) -> KernelLaunch:
-    """Each pair for itself; with `gate`, silu of its product times the same with `up`."""
+    """Without lists; with `gate`, silu of the product times the same with `up`."""
     num_experts, n, k = weight.shape
-    sizes = (n, k, num_experts, experts.shape[1], x.shape[1])
-    args = (x, experts, weight.array, up.array, out, np.int64(weight.row_bytes), *map(np.int32, sizes))
-    defines = {
-        "QTYPE": int(weight.qtype),
-        "ROWS": ROWS,
-        "GATE": gate,
-        "X_F16": int(x.dtype == np.float16),
-        "OUTPUT": int(out.dtype == np.float16),
-    }
+    num_tokens, num_used = experts.shape
+    sizes = (n, k, num_experts, num_used, x.shape[1])
+    args: tuple[Any, ...] = (x, experts, weight.array, up.array, out, np.int64(weight.row_bytes), *map(np.int32, sizes))
+    types = {"X_F16": int(x.dtype == np.float16), "OUTPUT": int(out.dtype == np.float16)}
+    if whole := WholeExperts.of(target, num_tokens, experts.size, weight, bool(gate)):
+        args += tuple(map(np.int32, (experts.size, whole.capacity, whole.chunk)))
+        multiprocessors = 3 if target.vendor == "host" else target.multiprocessors
+        blocks = min(multiprocessors, experts.size * -(-n // 16))
+        name, defines, shared = "mul_mat_id_s8", types | whole.defines(), whole.shared_bytes(target, k)
+        return KernelLaunch(name, name, (blocks,), (whole.threads,), args, defines, shared)
+    defines = types | {"QTYPE": int(weight.qtype), "ROWS": ROWS, "GATE": gate}
     grid = (-(-n // (ROWS * 128 // target.warp_size)), experts.size)
     return KernelLaunch("mul_mat_id", "mul_mat_id_vec", grid, (128,), args, defines)
 
@@ -110,9 +135,12 @@ def mul_mat_id(
             what they write is not defined.
         weight: [num_experts, out_features, in_features], any block type.
         out: [num_tokens, num_used, out_features] float32 or float16 (saturating); must not overlap x.
-        lists: what `group_experts` made of `experts`, with tiles of `expert_tile_rows(...)`; None where that is 0.
+        lists: what `group_experts` made of `experts`, with tiles of `expert_tile_rows(...)` for this weight and others
+            of the same experts; None where that is 0.
 
-    Numerics: sums in float32. Kernels round the decoded weights to float16; those for many tokens round x too.
+    Numerics: sums in float32. Kernels round the decoded weights to float16; those for many tokens round x too. Few
+        tokens on NVIDIA: x is rounded to the 65,278th part of the largest of each 256 (`mul_mat_id_s8`), and a pair's
+        result is the same in every bit whatever other pairs there are, as long as they are few.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -133,8 +161,9 @@ def check_mul_mat_id(device: Device, x: Any, experts: Any, weight: Weight, out: 
         x.shape[1] in (1, num_used), "mul_mat_id", f"x has {x.shape[1]} rows per token, {num_used} experts are used"
     )
     check_array("mul_mat_id", f"out (for {weight.name})", out, (num_tokens, num_used, out_features), floats)
-    bm = expert_tile_rows(device.target, experts.size, num_experts)
-    require(bm == (lists.bm if lists else 0), "mul_mat_id", f"{weight.name} needs lists of tiles of {bm}")
+    bm = expert_tile_rows(device.target, experts.size, weight)
+    fits = lists.bm == bm or not bm if lists else not bm
+    require(fits, "mul_mat_id", f"{weight.name} needs lists of tiles of {bm}")
     if lists is not None:
-        size = ExpertLists.size(experts.size, num_experts, bm)
+        size = ExpertLists.size(experts.size, num_experts, lists.bm)
         check_array("mul_mat_id", "lists", lists.array, (size,), ("int32",))

@@ -1,11 +1,12 @@
-"""Products of few tokens as whole numbers: how `mul_mat_thin_s8` cuts them up, on NVIDIA."""
+"""Products of few tokens as whole numbers: how `mul_mat_thin_s8` and `mul_mat_id_s8` cut them up, on NVIDIA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyllm.ops.op import Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
+from pyllm.ops.route import MAX_EXPERTS
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 
@@ -18,6 +19,11 @@ ENOUGH_BYTES = 2 << 20  # of weights; and, beyond two tokens, rows for each:
 ENOUGH_ROWS = 1536  # with fewer, what every block spends on bringing x costs more than is gained
 STAGES = 2  # units on their way to a warp
 STATIC_BYTES = 1 << 10  # what the kernel itself declares, at most
+STATIC_BYTES_OF_EXPERTS = 10 << 10
+
+MAX_PAIRS = 1024  # (token, slot) pairs of one launch of `mul_mat_id_s8`
+MAX_GROUPS = 32  # that a block works on at a time, and their pairs
+CHUNKS = 4  # of a row of an expert's matrix, at most: sums over one are those of one warp
 
 _FLOAT_MINIMA = (QuantType.Q4_1,)
 _WHOLE_MINIMA = (QuantType.Q4_K, QuantType.Q5_K)
@@ -92,11 +98,101 @@ class Whole:
 
     def shared_bytes(self, target: Target, num_tokens: int, k: int) -> int:
         """Dynamic shared memory: packed units, the activations, and the sums of the warps."""
-        pieces = -(-(self.unit_bytes + 16 - (16 if self.aligned else self.unit_bytes & -self.unit_bytes)) // 16)
-        pitch = 32 * ((pieces + 1) // 2 | 1) if self.qtype in _PAIRS else 16 * (pieces | 1)
-        warps, units = self.threads // target.warp_size, num_tokens * k // self.unit_k
-        minima = 32 if self.qtype in _WHOLE_MINIMA else self.unit_k // 8 if self.qtype in _FLOAT_MINIMA else 0
-        x = num_tokens * (2 * k + 64) + -(-units // 4) * 16 + -(-units * minima // 16) * 16
+        warps = self.threads // target.warp_size
+        stages = warps * _stage_bytes(self.qtype, self.unit_bytes, self.aligned)
         sums = (warps + self.tiles) * self.tokens * 64 + self.tiles * 8 + self.tokens * 4
         squares = 4 * num_tokens * -(-k // (8 * target.warp_size))
-        return warps * STAGES * 16 * pitch + x + sums + squares
+        return stages + _activation_bytes(self.qtype, self.unit_k, num_tokens, k) + sums + squares
+
+
+@dataclass(frozen=True)
+class WholeExperts:
+    """How products of few (token, slot) pairs with experts' matrices are cut up by `mul_mat_id_s8`.
+
+    Attributes:
+        qtype: of the weight.
+        tokens: pairs of an expert that are multiplied at a time, 4 or 8.
+        small: there are at most as many pairs as lanes.
+        threads: of a block.
+        gate: whether each result takes two matrices.
+        unit_k, unit_bytes: what a warp works on at a time.
+        aligned: units begin at multiples of 16 bytes.
+        chunk, chunks: units of k whose sum belongs to one warp, and how many of those a row has.
+        capacity: pairs whose activations a block holds at a time.
+    """
+
+    qtype: QuantType
+    tokens: int
+    small: bool
+    threads: int
+    gate: bool
+    unit_k: int
+    unit_bytes: int
+    aligned: bool
+    chunk: int
+    chunks: int
+    capacity: int
+
+    @classmethod
+    def of(cls, target: Target, num_tokens: int, num_pairs: int, weight: Weight, gate: bool) -> WholeExperts | None:
+        """For a stack of matrices, or None where this kernel cannot take it."""
+        num_experts, _, k = weight.shape
+        if target.tiles != "mma" or weight.qtype not in WHOLE_TYPES:
+            return None
+        if num_pairs > MAX_PAIRS or num_experts > MAX_EXPERTS:
+            return None
+        block, host = FORMATS[weight.qtype], target.vendor == "host"
+        unit_k = block.block_size
+        while unit_k < 256 and k % (2 * unit_k) == 0:
+            unit_k *= 2
+        unit_bytes = unit_k // block.block_size * block.block_bytes
+        aligned = unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0
+        chunk = -(-k // (unit_k * CHUNKS))
+        chunks = -(-k // (unit_k * chunk))
+        tokens = 4 if num_tokens <= 4 else 8
+        limit = (64 if host else SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB)) << 10
+        for threads in (128, 64) if host else (384, 256):
+            small = num_pairs <= target.warp_size
+            one = cls(
+                weight.qtype, tokens, small, threads, gate, unit_k, unit_bytes, aligned, chunk, chunks, capacity=0
+            )
+            room = limit - STATIC_BYTES_OF_EXPERTS - one.shared_bytes(target, k)
+            capacity = min(room // _activation_bytes(weight.qtype, unit_k, 1, k), max(num_pairs, tokens), MAX_GROUPS)
+            if capacity >= tokens:
+                return replace(one, capacity=capacity)
+        return None
+
+    def defines(self) -> dict[str, int]:
+        """Macros of rawkernels/mul_mat_id_s8.cu that cut the product up."""
+        return {
+            "QTYPE": int(self.qtype),
+            "TOKENS": self.tokens,
+            "SMALL": int(self.small),
+            "GATE": int(self.gate),
+            "THREADS": self.threads,
+            "UNIT_K": self.unit_k,
+            "UNIT_BYTES": self.unit_bytes,
+            "STAGES": STAGES,
+            "ALIGNED": int(self.aligned),
+            "CHUNKS": self.chunks,
+        }
+
+    def shared_bytes(self, target: Target, k: int) -> int:
+        """Dynamic shared memory: packed units, the activations, and the sums of the warps."""
+        warps = self.threads // target.warp_size
+        stages = warps * _stage_bytes(self.qtype, self.unit_bytes, self.aligned)
+        sums = warps * (self.chunks + 2 * self.gate) * self.tokens * 64
+        return stages + _activation_bytes(self.qtype, self.unit_k, self.capacity, k) + sums
+
+
+def _stage_bytes(qtype: QuantType, unit_bytes: int, aligned: bool) -> int:
+    """Of all stages of a warp."""
+    pieces = -(-(unit_bytes + 16 - (16 if aligned else unit_bytes & -unit_bytes)) // 16)
+    return STAGES * 16 * (32 * ((pieces + 1) // 2 | 1) if qtype in _PAIRS else 16 * (pieces | 1))
+
+
+def _activation_bytes(qtype: QuantType, unit_k: int, num_tokens: int, k: int) -> int:
+    """Of so many rows of x as whole numbers."""
+    minima = 32 if qtype in _WHOLE_MINIMA else unit_k // 8 if qtype in _FLOAT_MINIMA else 0
+    units = num_tokens * k // unit_k
+    return num_tokens * (2 * k + 64) + -(-units // 4) * 16 + -(-units * minima // 16) * 16

@@ -52,8 +52,8 @@ def half(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float16).astype(np.float32)
 
 
-def lists_for(device: Device, experts: np.ndarray, num_experts: int) -> ExpertLists | None:
-    bm = expert_tile_rows(device.target, experts.size, num_experts)
+def lists_for(device: Device, experts: np.ndarray, weight: Weight) -> ExpertLists | None:
+    bm, num_experts = expert_tile_rows(device.target, experts.size, weight), weight.shape[0]
     if not bm:
         return None
     lists = ExpertLists(device.empty((ExpertLists.size(experts.size, num_experts, bm),), np.int32), bm)
@@ -73,11 +73,12 @@ def test_mul_mat_id(device: Device, num_tokens: int, qtype: QuantType, shared_in
     array, held = device.upload_weight(packed, qtype, shape)
     experts = np.stack([rng.permutation(6)[:num_used] for _ in range(num_tokens)]).astype(np.int32)  # nobody picks 6
     x = random((num_tokens, 1 if shared_input else num_used, columns), 2)
-    lists = lists_for(device, experts, num_experts)
+    weight = Weight("w", shape, held, array)
+    lists = lists_for(device, experts, weight)
     results = []
     for _ in range(3):
         out = device.empty((num_tokens, num_used, rows), np.float32)
-        args = on_device(device, x), on_device(device, experts), Weight("w", shape, held, array), out, lists
+        args = on_device(device, x), on_device(device, experts), weight, out, lists
         mul_mat_id(device, *args)
         results.append(device.download(out))
     assert (results[1] == results[0]).all() and (results[2] == results[0]).all()
@@ -112,7 +113,7 @@ def test_experts_that_do_not_exist_are_not_read(device: Device, num_tokens: int)
     if num_tokens > 1:
         experts[-1] = [-5, 3]
     x, out = half(random((num_tokens, 1, columns), 6)), device.empty((num_tokens, 2, rows), np.float32)
-    lists = lists_for(device, experts, num_experts)
+    lists = lists_for(device, experts, weight)
     mul_mat_id(device, on_device(device, x), on_device(device, experts), weight, out, lists)
     found = device.download(out)
     for token, slot in zip(*np.nonzero((experts >= 0) & (experts < num_experts)), strict=True):
