@@ -153,6 +153,17 @@ def test_failed_lines_once_more(batch: Batch, folder: Path, monkeypatch: pytest.
     assert not (folder / "out.jsonl.new").exists()
 
 
+@pytest.mark.parametrize("bad", range(29, 36))
+def test_many_bad_lines_before_good_ones(batch: Batch, folder: Path, bad: int) -> None:
+    """Places are filled in parts: one may have a single good line, or none."""
+    good = [{"id": number, "prompt": f"p{number}"} for number in range(40)]
+    (folder / "in.jsonl").write_text("nonsense\n" * bad + lines(good[0]) + "nonsense\n" * 64 + lines(*good[1:]))
+    assert batch("in.jsonl").exit_code == 3
+    assert [record["text"] for record in records(folder) if not record["error"]] == [f"p{n}" for n in range(40)]
+    (folder / "in.jsonl").write_text((folder / "in.jsonl").read_text() + lines({"id": "x", "prompt": "last"}))
+    assert batch("in.jsonl").exit_code == 3 and records(folder)[-1]["text"] == "last"
+
+
 def test_lines_that_were_added_are_answered(batch: Batch, folder: Path) -> None:
     (folder / "in.jsonl").write_text(lines({"prompt": "a"}))
     assert batch("in.jsonl").exit_code == 0
