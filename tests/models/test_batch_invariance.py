@@ -16,11 +16,14 @@ from pyllm.models import by_token, feed_forward
 from pyllm.ops import gated_delta_rule, linear, mul_mat_id, product_plan
 from pyllm.ops.flash_attention import AttentionShape
 from pyllm.ops.op import Target
+from pyllm.quants import QuantType
 from pyllm.sampling import SamplingParams
+from pyllm.synth.writer import write_model
 from tests.engine import interleaved, open_engine
 from tests.models.test_references import check_float16
 from tests.ops.lives import LIVES
 from tests.refdata import model_path, quant_path, reference
+from tests.tiny_shape import TINY, TINY_EXPERTS, TINY_GEMMA, TINY_HYBRID, TINY_HYBRID_EXPERTS, TINY_TIED
 
 MODELS = {
     "llama": model_path("llama-a-f32"),
@@ -29,13 +32,16 @@ MODELS = {
     "qwen3moe": model_path("qwen3moe-a-f16"),
     "qwen35moe": model_path("qwen35moe-a-f16"),
 }
+WIDE = {"hidden_size": 1024, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 4, "head_dim": 128}
 ON_GPU = {
-    **{f"llama, {name}": quant_path(f"llama-q-{name}") for name in ("Q4_1", "Q6_K", "Q8_0", "IQ4_XS", "F16")},
-    "qwen2": model_path("qwen2-a-f32"),
-    "qwen3next": model_path("qwen3next-a-f16"),
-    "qwen35": model_path("qwen35-b-real-bf16"),
+    "dense": replace(TINY, **WIDE),
+    "tied": replace(TINY_TIED, **{**WIDE, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "hidden_size": 576}),
+    "experts": replace(TINY_EXPERTS, **{**WIDE, "intermediate_size": 256}),
+    "hybrid": TINY_HYBRID,
+    "hybrid, experts": TINY_HYBRID_EXPERTS,
+    "windows": TINY_GEMMA,
 }
-KV_TYPES = ("f16", "f32", "bf16", "q8_0")
+QUANTS = ("F16", "Q4_1", "Q4_K", "Q6_K", "Q8_0")
 LENGTH = 2  # of answers; longer on a GPU
 OPTIONS = {"kv_type": "f16", "ctx_size": 256, "page_size": 16}
 
@@ -109,10 +115,13 @@ def test_lines_side_by_side_are_those_alone(life: str, name: str) -> None:
 
 
 @pytest.mark.skipif("gpu" not in LIVES, reason="for a GPU (make test-gpu); others are emulated")
-@pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("name", ON_GPU)
-def test_lines_side_by_side_on_a_gpu(name: str, kv_type: str) -> None:
-    check_same(ON_GPU[name], "gpu", kv_type=kv_type)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_lines_side_by_side_on_a_gpu(name: str, quant: str, tmp_path: Path) -> None:
+    """Wider than the models of the reference data, and without them."""
+    write_model(tmp_path / "model.gguf", ON_GPU[name], QuantType[quant])
+    for kv_type in ("f16", "q8_0"):
+        check_same(tmp_path / "model.gguf", "gpu", kv_type=kv_type)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
