@@ -10,8 +10,8 @@ round is also saved to a file, forgotten, and loaded again. An engine that keeps
 Columns: rounds; requests; those that went on from rows that were restored, from the host's memory or a file; bytes
 moved between device and host; faults that the checks on the device recorded; answers that differ from the uncached
 engine's beyond what rounding can do; pinned memory that rows are kept in, and the most of it so far; memory of this
-process. Status 1 with a fault, a mismatch, more pinned memory than --ram allows, or memory that grows in the second
-half: by then what is kept has reached --ram.
+process. Status 1 with a fault, a mismatch, more pinned memory than --ram allows, or memory that grows in the last 500
+restores: before that what is kept reaches --ram, and a GPU's steps of all shapes are recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SEQUENCES = 4
 ANSWER = 8  # tokens
 NEW = 6  # tokens of a question
 MARGIN = 0.05  # of log-probabilities: below it, rounding may choose the other token
-GROWTH = 1.02  # of memory, over the second half of the run
+GROWTH = 1.02  # of memory, over the last restores
+LAST = 500  # restores
 
 
 def main() -> int:
@@ -61,6 +62,7 @@ class Soak:
         self.talks = [self.beginning() for _ in range(CONVERSATIONS)]
         self.requests = self.restores = self.moved = self.faults = self.mismatches = 0
         self.memory: list[int] = []
+        self.restores_by_round: list[int] = []
 
     def beginning(self) -> list[int]:
         return self.words(self.filler)
@@ -79,13 +81,16 @@ class Soak:
             self.through_a_file(order[0])
             done += 1
             self.memory.append(memory_of_process())
+            self.restores_by_round.append(self.restores)
             if done & (done - 1) == 0 or done % 50 == 0:
                 self.report(done)
         self.report(done)
-        half = self.memory[len(self.memory) // 2 :]
-        grows = len(half) > 50 and half[-1] > GROWTH * half[0]
+        last = [
+            memory for memory, count in zip(self.memory, self.restores_by_round, strict=True) if self.is_late(count)
+        ]
+        grows = self.restores > LAST and last[-1] > GROWTH * last[0]
         if grows:
-            print(f"memory grew from {half[0] >> 20} to {half[-1] >> 20} MB in the second half")
+            print(f"memory grew from {last[0] >> 20} to {last[-1] >> 20} MB in the last {LAST} restores")
         over = self.kept("high_water_bytes") > self.kept("budget_bytes")
         if over:
             print(f"more pinned memory than the {self.kept('budget_bytes') >> 20} MB that are allowed")
@@ -133,6 +138,9 @@ class Soak:
             f"{self.memory[-1] >> 20:>8}",
             flush=True,
         )
+
+    def is_late(self, restores: int) -> bool:
+        return restores >= self.restores - LAST
 
     def kept(self, figure: str) -> int:
         """Of all pinned memory for rows and states."""

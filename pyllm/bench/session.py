@@ -234,7 +234,7 @@ class Session:
         layers = min(self.model.num_layers, LAYERS_WITH_EXPERTS if has_experts else self.model.num_layers)
         where = "" if layers == self.model.num_layers else f", behind {layers} of {self.model.num_layers} layers"
         with engine.first_layers(layers):
-            tokens, decode, prefill = self._decode_and_prefill(engine)
+            tokens, decode, prefill = self._decode_and_prefill(engine, 0 if has_experts else CHECKED_DEPTH)
         results.figures.append(compare(f"decode against prefill{where}", decode, prefill, has_experts))
         if self._compares_with_cpu(engine.llm.device_name):
             options = EngineOptions(ctx_size=len(tokens) + 1, kv_type=self.options.kv_type)
@@ -244,9 +244,10 @@ class Session:
             results.figures.append(compare(f"prefill against the CPU{where}", prefill, expected, has_experts))
             results.figures.append(compare(f"decode against the CPU{where}", decode, expected, has_experts))
 
-    def _decode_and_prefill(self, engine: EngineUnderTest) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Tokens, and the logits of the last ones as they are decoded and as a prompt."""
-        depth = CHECKED_DEPTH if engine.llm.ctx_size >= _CHECKED_CONTEXT else 0
+    def _decode_and_prefill(self, engine: EngineUnderTest, depth: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Tokens, and the logits of the last ones as they are decoded and as a prompt; behind `depth` others where
+        there is room."""
+        depth = depth if engine.llm.ctx_size >= _CHECKED_CONTEXT else 0
         prefix = engine.lengthen(Prefix([], None), depth)
         tokens = [*prefix.token_ids, *engine.random_tokens(min(CHECKED_TOKENS, engine.llm.ctx_size - 1))]
         decode = engine.decoded_rows(prefix, tokens[depth:])
