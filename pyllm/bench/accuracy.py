@@ -12,8 +12,8 @@ import numpy as np
 MAX_DIFFERENCE = 0.2
 MAX_KL = 1e-3
 # A token that rounding sends to another expert differs by far more, and so do those behind it, layer after layer: noise
-# of 3e-4 in the products leaves a third of the top tokens equal behind the 40 layers of a random mixture of experts. So
-# such models are compared behind a few layers, by the median of tokens that nothing stands before: that noise moves it by
+# of 3e-4 in the products leaves a third of the top tokens equal behind 40 layers of a random mixture of experts. Such
+# models are compared behind a few layers, by the median of tokens that nothing stands before: that noise moves it by
 # 0.01 there (256 experts of 512 x 2048, five prompts), and by up to 0.16 behind 56 other tokens.
 LAYERS_WITH_EXPERTS = 4
 
