@@ -13,7 +13,7 @@ import pytest
 from pyllm.errors import SessionError, UnsupportedError
 from pyllm.llm import LLM, Chunk
 from pyllm.models import by_token, feed_forward
-from pyllm.ops import gated_delta_rule, linear, mul_mat_id, product_plan
+from pyllm.ops import gated_delta_rule, gated_mul_mat_id, linear, mul_mat_id, product_plan
 from pyllm.ops.flash_attention import AttentionShape
 from pyllm.ops.op import Target
 from pyllm.quants import QuantType
@@ -206,9 +206,11 @@ def leave_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = mul_mat_id.expert_tile_rows
+    rows, without = mul_mat_id.expert_tile_rows, mul_mat_id.without_lists
     for module in (mul_mat_id, feed_forward):
         monkeypatch.setattr(module, "expert_tile_rows", unpinned(rows))
+    for module in (mul_mat_id, gated_mul_mat_id):
+        monkeypatch.setattr(module, "without_lists", unpinned(without))
 
 
 def leave_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
