@@ -28,7 +28,6 @@ from pyllm.sampling import SamplingParams
 
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
-_PARTS, _LEAST_PART = 4, 32  # in which places are filled, and lines of the first, and of the others at least
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
 
@@ -191,18 +190,13 @@ class Runner:
     # beginning
 
     def _begin_more(self, entries: Feed) -> None:
-        """Fill the places, many of them part by part, so that a device has something to do while prompts are encoded;
-        one more line is read, so that the last one is compared with what follows it."""
-        most = max(_LEAST_PART, self._places // _PARTS) if self._running else _LEAST_PART
+        """Fill the places; one more line is read, so that the last one is compared with what follows it."""
         while len(self._running) + len(self._prepared) <= self._places and not self._is_stopping:
-            entry = entries.next(wait=self._is_idle) if most else None
+            entry = entries.next(wait=self._is_idle)
             if entry is None:
                 break
-            most -= 1
             self._prepare(entry)
         while self._prepared and len(self._running) < self._places and self._ahead is None:
-            if not most and self._running and len(self._prepared) == 1:
-                return  # it waits for what follows it
             if len(self._prepared) > 1 and self._compute_ahead(self._prepared[0].ids, self._prepared[1].ids):
                 return
             self._begin(self._prepared.popleft())

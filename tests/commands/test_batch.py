@@ -155,7 +155,6 @@ def test_failed_lines_once_more(batch: Batch, folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("bad", range(29, 36))
 def test_many_bad_lines_before_good_ones(batch: Batch, folder: Path, bad: int) -> None:
-    """Places are filled in parts: one may have a single good line, or none."""
     good = [{"id": number, "prompt": f"p{number}"} for number in range(40)]
     (folder / "in.jsonl").write_text("nonsense\n" * bad + lines(good[0]) + "nonsense\n" * 64 + lines(*good[1:]))
     assert batch("in.jsonl").exit_code == 3
