@@ -70,6 +70,8 @@ class Batch:
             without tokens.
         longest: most tokens that one sequence has in it.
         most_rows: rows of the longest sequence, this ubatch's included; an upper bound.
+        all_rows: the same of all sequences together; 0 where each has one token, so that such steps, which do not ask,
+            are recorded less often.
         cache: K/V pages, and recurrent states where the model has any.
         workspace: scratch buffers.
         record: the device's fault record.
@@ -81,6 +83,7 @@ class Batch:
     num_outputs: int
     longest: int
     most_rows: int
+    all_rows: int
     cache: KVCache
     workspace: Workspace
     record: Any
@@ -398,14 +401,15 @@ class Executor:
 
     def _batch(self, slot: int, segments: Sequence[Segment], fill: int = 0) -> Batch:
         counts = [len(segment.token_ids) for segment in segments]
-        longest, most_rows = max(counts), max(s.start + len(s.token_ids) for s in segments)
+        longest, rows = max(counts), [s.start + len(s.token_ids) for s in segments]
         return Batch(
             inputs=self._inputs[slot],
             num_tokens=sum(counts) + fill,
             num_seqs=len(segments) + fill,
             num_outputs=sum(segment.num_outputs for segment in segments) + fill,
             longest=longest,
-            most_rows=_bucket(most_rows),
+            most_rows=_bucket(max(rows)),
+            all_rows=_bucket(sum(rows)) if longest > 1 else 0,
             cache=self.cache,
             workspace=self.workspace,
             record=self._record,
@@ -420,7 +424,8 @@ class Executor:
         """
         if not self.device.captures:
             return self._compute(batch, num_candidates)
-        sizes = (batch.num_tokens, batch.num_seqs, batch.longest, batch.num_outputs, batch.most_rows, num_candidates)
+        rows = batch.most_rows, batch.all_rows
+        sizes = (batch.num_tokens, batch.num_seqs, batch.longest, batch.num_outputs, *rows, num_candidates)
         key = (*sizes, batch.slot)  # a recording names addresses, those of the slot among them
         self._forget_moved()
         captured = self._captured.pop(key, None)

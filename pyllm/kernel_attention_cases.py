@@ -12,6 +12,7 @@ from pyllm.input_block import InputLayout
 from pyllm.kernel_check import Arguments, Case
 from pyllm.kernel_samples import (
     HALF,
+    HOPPER,
     Rng,
     empty_record,
     half_operands,
@@ -29,6 +30,7 @@ from pyllm.ops.flash_attention import (
     AttentionParams,
     AttentionShape,
 )
+from pyllm.ops.gather_rows import GATHER_ROWS, GatheredRows, capacity_of
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
@@ -193,7 +195,7 @@ def attention_case(
             cache.k[row] = cache.v[row] = kv_type.encode(unwritten(num_kv_heads * head_dim))
         q: np.ndarray = normal(rng, sum(new), num_heads, head_dim).astype(dtype)
         out = unwritten(*q.shape, dtype=dtype)
-        scratch = unwritten(shape.scratch_size(num_heads, head_dim))
+        scratch = unwritten(shape.scratch_size(HOPPER, kv_type, num_heads, num_kv_heads, head_dim))
         return q, inputs, shape, cache, kv_type, params, empty_record(), scratch, out
 
     tokens = f"{sum(new)} of {sum(lengths)} rows" if len(new) == 1 else f"{listed(new)} of {listed(lengths)} rows"
@@ -205,6 +207,30 @@ def attention_case(
         return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=1e-5, unit=0, large=large)
     # Tiles: queries and rows are rounded to f16, and so are the softmax's weights, which the floor stands for.
     return Case(FLASH_ATTENTION, name, arguments, (6, 8), floor=HALF, unit=0, rounded=half_operands, large=large)
+
+
+def gather_rows_cases() -> Iterator[Case]:
+    for kv_type in KV_TYPES.values():
+        if kv_type.name == "f16":
+            continue  # which attention reads as they are
+        yield Case(GATHER_ROWS, kv_type.name, partial(_gather_rows, kv_type, 0, 0), (6, 7), floor=None)
+    yield Case(GATHER_ROWS, "q8_0, window 24", partial(_gather_rows, KV_TYPES["q8_0"], 24, 0), (6, 7), floor=None)
+    yield Case(GATHER_ROWS, "bf16, too little room", partial(_gather_rows, KV_TYPES["bf16"], 0, 32), (6, 7), floor=None)
+
+
+def _gather_rows(kv_type: KVType, window: int, missing: int, rng: Rng) -> Arguments:
+    """Two sequences with many tokens, one with few; a stale row, and one of which float16 does not hold all."""
+    head_dim = max(16, kv_type.block)
+    inputs, cache = paged(rng, (97, 65, 33), (31, 5, 33), 3, head_dim, kv_type)
+    page, beside = inputs.page_table[0, 70 // 8] * 8, inputs.page_table[2, 2] * 8
+    cache.tags[page + 70 % 8] = 7
+    cache.k[page + 70 % 8] = cache.v[page + 70 % 8] = kv_type.encode(unwritten(3 * head_dim))
+    if kv_type.block == 1:
+        cache.v[beside] = kv_type.encode(np.geomspace(1e-9, 1e9, 3 * head_dim, dtype=np.float32))
+    capacity = capacity_of(97 + 33, 3) - missing - 32
+    k, v = (unwritten(capacity, 3 * head_dim, dtype=np.float16) for _ in range(2))
+    own, spans = np.full(capacity, 7, np.uint32), unwritten(3, 3, dtype=np.int32)
+    return inputs, 3, 9, window, cache, kv_type, empty_record(), GatheredRows(k, v, own, spans)
 
 
 def clear_tags_cases() -> Iterator[Case]:

@@ -22,6 +22,7 @@ from pyllm.kernel_bench_experts import (
 from pyllm.kernel_bench_kv import (
     attention_cases,
     clear_tags_cases,
+    gather_rows_cases,
     page_cases,
     rope_set_rows_cases,
     set_rows_cases,
@@ -244,6 +245,7 @@ _GROUPS: tuple[Callable[[Sizes, Sequence[QuantType]], Iterator[BenchCase]], ...]
     linear_cases,
     decode_rows_cases,
     attention_cases,
+    gather_rows_cases,
     rope_set_rows_cases,
     mul_mat_id_cases,
     gated_mul_mat_id_cases,

@@ -31,6 +31,7 @@ from pyllm.ops.clear_tags import CLEAR_TAGS
 from pyllm.ops.copy_rows import COPY_ROWS
 from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
+from pyllm.ops.gather_rows import GATHER_ROWS, GatheredRows, capacity_of
 from pyllm.ops.rope import RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
@@ -96,16 +97,55 @@ def fault_record(source: Source) -> Any:
 
 
 def attention_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    usual, (tokens, rows) = sizes.heads[1], sizes.prefill[1]
+    for name, kv_type in KV_TYPES.items():
+        for heads in sizes.heads:
+            if heads[0] % kv_type.block == 0:
+                yield _attention(name, (rows,), (tokens,), *heads)
+        for sequences, length in sizes.decode:
+            yield _attention(name, (length,) * sequences, (1,) * sequences, *usual)
+    short = sizes.prefill[0]
     for heads in sizes.heads:
-        for length in sizes.prefill_rows:
-            yield _attention("f16", (length,), (length,), *heads)
-    usual, prompt = sizes.heads[1], sizes.prefill_rows[0]
-    for sequences, length in sizes.decode:
-        yield _attention("f16", (length,) * sequences, (1,) * sequences, *usual)
+        yield _attention("f16", short[1:], short[:1], *heads)
     for name in KV_TYPES:
         if name != "f16":
-            yield _attention(name, (prompt,), (prompt,), *usual)
-            yield _attention(name, (sizes.decode[0][1],), (1,), *usual)
+            yield _attention(name, short[1:], short[:1], *usual)
+
+
+def gather_rows_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
+    tokens, count = sizes.prefill[1]
+    for kv_type in KV_TYPES.values():
+        if kv_type.name == "f16":
+            continue
+
+        def arguments(source: Source, kv_type: KVType = kv_type) -> Arguments:
+            inputs, cache = Pages.of(source.rng, (count,), (tokens,)).on_device(source, kv_type, sizes.kv_width)
+            shape = capacity_of(count, 1), sizes.kv_width
+            k, v = (source.unwritten(*shape, dtype=np.float16) for _ in range(2))
+            own, spans = source.unwritten(shape[0], dtype=np.uint32), source.unwritten(1, 3, dtype=np.int32)
+            return inputs, 1, 1, 0, cache, kv_type, fault_record(source), GatheredRows(k, v, own, spans)
+
+        def sample(read: Read, arguments: Arguments) -> Sample:
+            inputs, _, _, _, cache, kv_type, record, gathered = arguments
+            rows = spread(count, SAMPLED_TOKENS)
+            stored = read(inputs.page_table)[0, rows // _PAGE_SIZE] * np.int64(_PAGE_SIZE) + rows % _PAGE_SIZE
+            limit = np.float32(np.finfo(np.float16).max)
+            exact = [kv_type.decode(read(array, stored)) for array in (cache.k, cache.v)]
+            exact = [np.clip(array, -limit, limit).astype(np.float16) for array in exact]
+            expected = [*exact, np.ones(len(rows), np.uint32), np.array([[0, 0, count]], np.int32), 0 * read(record)]
+
+            def pairs() -> Pairs:
+                found = [read(gathered.k, rows), read(gathered.v, rows), read(gathered.own, rows)]
+                return exactly(list(zip([*found, read(gathered.spans), read(record)], expected, strict=True)))
+
+            return pairs
+
+        def traffic(arguments: Arguments) -> float:
+            cache, gathered = arguments[4], arguments[7]
+            row_size = (cache.k.nbytes + cache.v.nbytes + cache.tags.nbytes) / cache.tags.shape[0]
+            return count * (row_size + 4 * gathered.k.shape[1] + 4)
+
+        yield BenchCase(GATHER_ROWS, f"{kv_type.name}, {count} x {sizes.kv_width}", arguments, sample, traffic)
 
 
 def _attention(
@@ -120,8 +160,9 @@ def _attention(
         pages = Pages.of(source.rng, lengths, new)
         made[:] = [pages]
         inputs, cache = pages.on_device(source, kv_type, kv_heads * head_dim)
-        q, out = source.normal(sum(new), heads, head_dim), source.unwritten(sum(new), heads, head_dim)
-        scratch = source.unwritten(shape.scratch_size(heads, head_dim))
+        extents = sum(new), heads, head_dim
+        q, out = source.normal(*extents, dtype=np.float16), source.unwritten(*extents, dtype=np.float16)
+        scratch = source.unwritten(shape.scratch_size(source.device.target, kv_type, heads, kv_heads, head_dim))
         return q, inputs, shape, cache, kv_type, params, fault_record(source), scratch, out
 
     def sample(read: Read, arguments: Arguments) -> Sample:
@@ -137,9 +178,10 @@ def _attention(
         row_size = (cache.k.nbytes + cache.v.nbytes + cache.tags.nbytes) / cache.tags.shape[0]
         return q.nbytes + out.nbytes + sum(lengths) * row_size
 
-    seen = sum(length * (length + 1) / 2 if count > 1 else length for length, count in zip(lengths, new, strict=True))
-    what = f"prefill of {new[0]}" if new[0] > 1 else f"decode, {len(lengths)} x {lengths[0]} rows"
-    name = f"{kv_name}, {what}, {heads}/{kv_heads} heads of {head_dim}"
+    # Each token sees one row more than the one before it, the last all of them.
+    seen = sum(count * (length - (count - 1) / 2) for length, count in zip(lengths, new, strict=True))
+    what = f"prefill of {new[0]} over {lengths[0]}" if new[0] > 1 else f"decode, {len(lengths)} x {lengths[0]}"
+    name = f"{kv_name}, {what} rows, {heads}/{kv_heads} heads of {head_dim}"
     return BenchCase(FLASH_ATTENTION, name, arguments, sample, traffic, 4 * seen * heads * head_dim, F16_LIMIT)
 
 
@@ -160,8 +202,8 @@ def _attend(read: Read, pages: Pages, cache: LayerCache, kv_type: KVType, token:
 
 def set_rows_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
     for kv_type in KV_TYPES.values():
-        for sequences, tokens in ((sizes.few, 1), (1, sizes.many)):
-            lengths, new = (sizes.many,) * sequences, (tokens,) * sequences
+        for sequences, tokens in ((sizes.few, 1), (1, sizes.many), (1, 4 * sizes.many)):
+            lengths, new = (4 * sizes.many,) * sequences, (tokens,) * sequences
 
             def arguments(
                 source: Source, kv_type: KVType = kv_type, lengths: Any = lengths, new: Any = new

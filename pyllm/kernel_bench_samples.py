@@ -34,7 +34,7 @@ class Sizes:
         hidden, inner: width of the residual stream, and of the feed-forward block.
         kv_width: elements of a K or V row.
         heads: (elements, query heads, K/V heads); those of the second are measured in decoding, too.
-        prefill_rows: lengths of prompts.
+        prefill: (tokens, rows) of a sequence, its tokens included; the second with all types of rows and all heads.
         decode: (sequences, rows of each).
         vocabulary: columns of the logits.
         experts: (experts, used, rows, row elements), and tokens.
@@ -50,7 +50,7 @@ class Sizes:
     inner: int = 12288
     kv_width: int = 1024
     heads: tuple[tuple[int, int, int], ...] = ((64, 32, 8), (128, 32, 8), (256, 16, 4))
-    prefill_rows: tuple[int, ...] = (2048, 8192)
+    prefill: tuple[tuple[int, int], ...] = ((2048, 2048), (2048, 8192))
     decode: tuple[tuple[int, int], ...] = ((1, 32768), (8, 32768), (32, 32768))
     vocabulary: int = 151_936
     experts: tuple[int, int, int, int] = (128, 8, 768, 2048)
@@ -69,7 +69,7 @@ SMALL = Sizes(
     inner=256,
     kv_width=128,
     heads=((16, 2, 2), (32, 4, 2)),
-    prefill_rows=(70,),
+    prefill=((70, 70), (9, 130)),
     decode=((1, 130), (3, 70)),
     vocabulary=5000,
     experts=(8, 2, 64, 256),

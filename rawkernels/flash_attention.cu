@@ -15,7 +15,7 @@
 // Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, PACK, SLICE, WARPS, ROW_TILES: tiles of 16 rows of a
 //           warp, Q_SHARED: queries are read from shared memory for each slice instead of being kept in registers
 // SharedLimit   sm_90=232448 sm_80=166912
-// Scratch   sm_80=8 sm_90=8 gfx1151=152 gfx1100=152
+// Scratch   sm_80=8 sm_90=8
 // Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 PACK=3 SLICE=32 WARPS=4 ROW_TILES=1 Q_SHARED=0;
 //           KV_TYPE=1 HEAD_DIM=80,96,128 IO_F16=0,1 HAS_SOFTCAP=0 PACK=4 SLICE=32 WARPS=4 ROW_TILES=1 Q_SHARED=1;
 //           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=0 PACK=4 SLICE=16 WARPS=2 ROW_TILES=1 Q_SHARED=1;
@@ -295,7 +295,10 @@ KERNEL(THREADS) flash_attention(const io_t* RESTRICT q, const kv_t* RESTRICT k_c
                     FragB values;
                     tile_load_b_rows(values, v_tile + 16 * n * LD + 16 * d, LD);
 #pragma unroll
-                    for (int m = 0; m < ROW_TILES; m++) tile_mma(sum[m][d], weights[m], values);
+                    for (int m = 0; m < ROW_TILES; m++) {
+                        tile_mma(sum[m][d], weights[m], values);
+                        tile_settle(sum[m][d]);
+                    }
                 }
             }
         }
@@ -306,7 +309,7 @@ KERNEL(THREADS) flash_attention(const io_t* RESTRICT q, const kv_t* RESTRICT k_c
 #pragma unroll
         for (int slot = 0; slot < TILE_ROWS; slot++) {
             const float whole = tile_row_sum(total[m][slot]);
-            share[slot] = whole > 0 ? 1 / whole : 0;
+            share[slot] = whole == 0 ? 0 : 1 / whole;
         }
 #pragma unroll
         for (int i = 0; i < TILE_C_ELEMENTS; i++) {

@@ -15,12 +15,12 @@
 //           the order of splits and resets the counter
 // Numerics  sums in f32. With EXACT, rows 0-7 of a tile of 16 hold q and the weights rounded to f16, and rows 8-15 what the
 //           rounding took away, so only K and V in other types than f16 are rounded to f16, and f32 rows are taken apart in
-//           the same way. Without it as in flash_attention. A row with a foreign tag is absent: its K and V are zero and its
+//           the same way; with DIRECT and quantised K common/kv_whole.cuh has q. Without it as in flash_attention. A row with a foreign tag is absent: its K and V are zero and its
 //           score is -infinity
 // Defines   KV_TYPE, HEAD_DIM (multiple of 16), IO_F16, HAS_SOFTCAP, HEADS, TOKENS, EXACT, KEYS (16 or 32), STAGES, WARPS; DIRECT, for
 //           NVIDIA, rows that are not f16, HEAD_DIM a multiple of 64: lanes convert rows to what they supply to products
 // SharedLimit   sm_90=232448 sm_80=166912
-// Scratch   gfx1151=304 gfx1100=308
+// Scratch   sm_80=8 sm_90=8 gfx1151=36 gfx1100=36
 // Compile   KV_TYPE=0,1,2,3,4 HEAD_DIM=64 IO_F16=1 HAS_SOFTCAP=0 HEADS=3 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4 DIRECT=0;
 //           KV_TYPE=1 HEAD_DIM=80,96 IO_F16=1 HAS_SOFTCAP=0 HEADS=16 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=4 DIRECT=0;
 //           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=1 HEADS=8 TOKENS=1 EXACT=1 KEYS=16 STAGES=1 WARPS=2 DIRECT=0;
@@ -28,10 +28,17 @@
 //           KV_TYPE=1 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=16,32 STAGES=3 WARPS=8 DIRECT=0
 //           @sm_80 @sm_90;
 //           KV_TYPE=0,2,3,4 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=16 STAGES=2 WARPS=8 DIRECT=1
+//           @sm_80 @sm_90;
+//           KV_TYPE=3,4 HEAD_DIM=64,128 IO_F16=1 HAS_SOFTCAP=0 HEADS=4 TOKENS=1 EXACT=1 KEYS=32 STAGES=2 WARPS=8 DIRECT=1
 //           @sm_80 @sm_90
 #include "common/attention.cuh"
 #if DIRECT
 #include "common/kv_fragments.cuh"
+#endif
+
+#define WHOLE (DIRECT && EXACT && KV_TYPE >= 3)  // scores in whole numbers
+#if WHOLE
+#include "common/kv_whole.cuh"
 #endif
 
 #define THREADS (WARPS * WARP_SIZE)
@@ -55,42 +62,102 @@
 // A slice in flight: tiles of f16 if that is how rows are stored, else as they are stored.
 #define STAGE_BYTES (KV_TYPE == 1 ? 2 * TILES_SIZE : 2 * KEYS * RAW_ROW)
 #define WARP_BYTES (STAGES * STAGE_BYTES + (KV_TYPE == 1 || DIRECT ? 0 : 2 * TILES_SIZE))
-#define KEPT (DIRECT && TILES * DIM_TILES <= 8)  // queries are kept in registers
+#define KEPT (DIRECT && !WHOLE && TILES * DIM_TILES <= 8)  // queries are kept in registers
 #define PART (HEAD_DIM + 2)
 #define SMALL 32768
 
+// Weights so far may be 2^SLACK at most before all of them are scaled down to a new highest score.
+#define SLACK 8
+
+// With EXACT, both rows that a lane of NVIDIA's tiles has elements of are of one query: the first has its numbers, the other
+// what rounding took away from them.
+constexpr bool TWINS = EXACT && TILE_ROWS == 2;
+constexpr int SLOTS = TWINS ? 1 : TILE_ROWS;
+DEVICE constexpr int slot_of(int i) { return TWINS ? 0 : tile_c_slot(i); }
+DEVICE constexpr bool is_twin(int i) { return TWINS && tile_c_slot(i) == 1; }
+
+// A head's codes in the cache, and how far behind them the piece lies in which its scales begin.
+struct Head {
+    const u8 *k, *v;
+    i32 row_bytes, scale_piece, scale_bytes;  // from there to the end of its scales
+
+    DEVICE Head(const kv_t* k_cache, const kv_t* v_cache, i32 width, i32 row_size, i32 kv_head) {
+        const i32 first = kv_head * CODE_BYTES;
+        k = reinterpret_cast<const u8*>(k_cache) + first;
+        v = reinterpret_cast<const u8*>(v_cache) + first;
+        row_bytes = row_size * static_cast<i32>(sizeof(kv_t));
+        scale_piece = scale_bytes = 0;
+#if KV_QUANTISED
+        const i32 scales = kv_code_bytes(width) + kv_head * SCALE_BYTES;
+        scale_piece = scales / 16 * 16 - first;
+        scale_bytes = scales % 16 + SCALE_BYTES;
+#endif
+        (void)width;
+    }
+};
+
+// Goes through the positions of a warp's slices without divisions.
+struct Walk {
+    i32 position, slot, offset;  // the page's number in its sequence, and the row in the page
+
+    DEVICE Walk(i32 first, i32 page_size) : position(first), slot(first / page_size), offset(first % page_size) {}
+
+    DEVICE void advance(i32 rows, i32 whole_pages, i32 rest, i32 page_size) {
+        position += rows;
+        slot += whole_pages;
+        offset += rest;
+        if (offset >= page_size) offset -= page_size, slot++;
+    }
+
+    DEVICE Row row(const i32* RESTRICT pages, const u32* RESTRICT epochs, i32 stop, i32 page_size) const {
+        return position < stop ? Row{pages[slot] * page_size + offset, epochs[slot]} : Row{-1, 0};
+    }
+};
+
 // Begins the copies of one slice. Rows that are not wanted keep what was there.
-DEVICE void fetch_slice(u8* stage, const kv_t* RESTRICT k_cache, const kv_t* RESTRICT v_cache, i32 my_row, i32 width,
-                        i32 row_size, i32 first) {
+DEVICE void fetch_slice(u8* stage, const Head& head, i32 my_row) {
+    constexpr i32 code_pieces = CODE_BYTES / 16;
 #pragma unroll
-    for (i32 i = LANE(); i < (KEYS * RAW_PIECES + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
-        const i32 key = i / RAW_PIECES;
-        const i32 piece = i % RAW_PIECES;
+    for (i32 i = LANE(); i < (KEYS * code_pieces + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
+        const i32 key = i / code_pieces;
+        const i32 piece = i % code_pieces;
         const i32 row = shfl(my_row, key);
-        if (i >= KEYS * RAW_PIECES || row < 0) continue;
-        const i64 offset = static_cast<i64>(row) * row_size;
+        const bool wanted = i < KEYS * code_pieces && row >= 0;
+        const i64 offset = static_cast<i64>(row) * head.row_bytes + 16 * piece;
 #if KV_TYPE == 1
-        f16* const target = reinterpret_cast<f16*>(stage) + key * LD + 8 * piece;
-        async_copy16(target, k_cache + offset + first + 8 * piece);
-        async_copy16(target + TILE_SIZE, v_cache + offset + first + 8 * piece);
+        u8* const k_target = stage + 2 * (key * LD + 8 * piece);
+        u8* const v_target = k_target + 2 * TILE_SIZE;
+#elif WHOLE
+        u8* const k_target = stage + key_slot(key) * RAW_ROW + 16 * piece;
+        u8* const v_target = stage + (KEYS + key) * RAW_ROW + 16 * piece;
 #else
 #if DIRECT
-        u8* const target = stage + key * RAW_ROW + 16 * stored_piece(key, piece);
+        u8* const k_target = stage + key * RAW_ROW + 16 * stored_piece(key, piece);
 #else
-        u8* const target = stage + key * RAW_ROW + 16 * piece;
+        u8* const k_target = stage + key * RAW_ROW + 16 * piece;
 #endif
-        i32 place = first * (CODE_BYTES / 16) / (HEAD_DIM / 16) + 16 * piece;
-#if KV_QUANTISED
-        if (16 * piece >= CODE_BYTES) {
-            const i32 scales = kv_code_bytes(width) + first / KV_BLOCK * 2;
-            place = scales / 16 * 16 + 16 * piece - CODE_BYTES;
-            if (place >= scales + SCALE_BYTES) continue;
-        }
+        u8* const v_target = k_target + KEYS * RAW_ROW;
 #endif
-        async_copy16(target, reinterpret_cast<const u8*>(k_cache + offset) + place);
-        async_copy16(target + KEYS * RAW_ROW, reinterpret_cast<const u8*>(v_cache + offset) + place);
-#endif
+        async_copy16_where(k_target, head.k + offset, wanted);
+        async_copy16_where(v_target, head.v + offset, wanted);
     }
+#if KV_QUANTISED
+#pragma unroll
+    for (i32 i = LANE(); i < (2 * KEYS * SCALE_PIECES + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE; i += WARP_SIZE) {
+        const i32 key = i / SCALE_PIECES % KEYS;
+        const i32 piece = i % SCALE_PIECES;
+        const bool is_v = i >= KEYS * SCALE_PIECES;
+        const i32 row = shfl(my_row, key);
+        const bool wanted = i < 2 * KEYS * SCALE_PIECES && row >= 0 && 16 * piece < head.scale_bytes;
+        const i64 offset = static_cast<i64>(row) * head.row_bytes + head.scale_piece + 16 * piece;
+#if WHOLE
+        const i32 place = is_v ? KEYS + key : key_slot(key);
+#else
+        const i32 place = is_v ? KEYS + key : key;
+#endif
+        async_copy16_where(stage + place * RAW_ROW + CODE_BYTES + 16 * piece, (is_v ? head.v : head.k) + offset, wanted);
+    }
+#endif
     async_commit();
 }
 
@@ -151,6 +218,24 @@ DEVICE void load_query(FragA& query, const f16* q_tile, int d) {
 }
 #endif
 
+// Scores of rows that a query does not see, or that are missing, become -infinity.
+DEVICE void hide(FragC (&score)[KEY_TILES], u32 missing, i32 first_row, i32 first_position, i32 base, i32 window) {
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+            if (is_twin(i)) continue;
+            const i32 column = 16 * n + tile_c_col(i);
+            bool visible = !(missing >> column & 1);
+            if (TOKENS > 1) {
+                const i32 distance = first_position + (first_row + tile_row_of(tile_c_slot(i))) / HEADS - (base + column);
+                visible = visible && distance >= 0 && (window <= 0 || distance < window);
+            }
+            if (!visible) score[n].x[i] = -INFINITY_F;
+        }
+    }
+}
+
 // The head's element that element i of a row's sum d is.
 DEVICE i32 dim_of(int d, int i) {
 #if DIRECT
@@ -206,7 +291,10 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
     const i32 num_blocks = wanted < static_cast<i32>(gridDim.x) ? wanted : gridDim.x;
     if (block >= num_blocks) return;
     const i32 stride = num_blocks * WARPS * KEYS;
-    const i32 my_start = start + guess;
+    const i32 stride_pages = stride / page_size;
+    const i32 stride_rest = stride % page_size;
+    const Head head_rows(k_cache, v_cache, width, row_size, kv_head);
+    Walk walk(start + guess, page_size);
     const i32 my_stop = lane < KEYS ? stop : 0;
     u8* const my_stages = dynamic + warp * WARP_BYTES;
 
@@ -218,17 +306,30 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
         if (s == 0 && start == 0) {
             rows[0] = guess < my_stop ? Row{guess_page * page_size + guess % page_size, guess_epoch} : Row{-1, 0};
         } else {
-            rows[s] = find_row(pages, epochs, my_start + s * stride, my_stop, page_size);
+            rows[s] = walk.row(pages, epochs, my_stop, page_size);
         }
+        walk.advance(stride, stride_pages, stride_rest, page_size);
     }
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         found[s] = rows[s].index >= 0 ? tags[rows[s].index] : 0;
-        fetch_slice(my_stages + s * STAGE_BYTES, k_cache, v_cache, rows[s].index, width, row_size, kv_head * HEAD_DIM);
+        fetch_slice(my_stages + s * STAGE_BYTES, head_rows, rows[s].index);
     }
-    Row next = find_row(pages, epochs, my_start + (STAGES - 1) * stride, my_stop, page_size);
+    Row next = walk.row(pages, epochs, my_stop, page_size);
 
     // Queries: row r of all rows is head r % HEADS of token r / HEADS.
+#if WHOLE
+    static_assert(TILES * WHOLE_BYTES <= sizeof(q_tile), "tiles in bytes take no more than those of f16");
+    u8* const whole_tiles = reinterpret_cast<u8*>(q_tile);
+    for (i32 row = warp; row < ALL_ROWS; row += WARPS) {
+        const bool exists = row < HEADS && row < num_heads;
+        const io_t* const source = q + (exists ? (first_token * heads + first_head + row) * HEAD_DIM : 0);
+        float x[WHOLE_BLOCKS];
+#pragma unroll
+        for (int b = 0; b < WHOLE_BLOCKS; b++) x[b] = exists ? io_load(source[b * KV_BLOCK + lane]) : 0.0f;
+        note_query(whole_tiles + row / 8 * WHOLE_BYTES, row % 8, x);
+    }
+#else
     for (i32 i = threadIdx.x; i < ALL_ROWS * (HEAD_DIM / 8); i += THREADS) {
         const i32 row = i / (HEAD_DIM / 8);
         const i32 d = i % (HEAD_DIM / 8) * 8;
@@ -244,15 +345,19 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
         for (int j = 0; j < 8; j++) target[8 * LD + j] = to_f16_saturated(values[j] - to_f32(to_f16_saturated(values[j])));
 #endif
     }
+#endif
     FragC sum[TILES][DIM_TILES];
-    float peak[TILES][TILE_ROWS];
-    float total[TILES][TILE_ROWS];  // of the lane's own columns
+    // Of each query the score that weights are relative to, which may be 2^SLACK below the highest, its exponent, and the total
+    // of the weights of the lane's own columns.
+    float peak[TILES][SLOTS];
+    float anchor[TILES][SLOTS];
+    float total[TILES][SLOTS];
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
 #pragma unroll
         for (int d = 0; d < DIM_TILES; d++) tile_zero(sum[m][d]);
 #pragma unroll
-        for (int slot = 0; slot < TILE_ROWS; slot++) peak[m][slot] = -INFINITY_F, total[m][slot] = 0;
+        for (int slot = 0; slot < SLOTS; slot++) peak[m][slot] = -INFINITY_F, anchor[m][slot] = total[m][slot] = 0;
     }
     BARRIER();
 #if DIRECT
@@ -261,7 +366,11 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #if KV_QUANTISED
     scales += (kv_code_bytes(width) + kv_head * (HEAD_DIM / KV_BLOCK * 2)) % 16;
 #endif
-#if KEPT
+#if WHOLE
+    WholeQuery query[TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) query[m].load(whole_tiles + m * WHOLE_BYTES);
+#elif KEPT
     FragA query[TILES][DIM_TILES];
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
@@ -271,15 +380,15 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #endif
 #endif
 
-    const i32 warp_start = my_start - lane;
+    const i32 warp_start = start + guess - lane;
     i32 slot_now = 0;
     for (i32 base = warp_start; base < stop; base += stride) {
         const i32 slot_ahead = slot_now == 0 ? STAGES - 1 : slot_now - 1;
-        const i32 ahead = base + lane + (STAGES - 1) * stride;
         rows[STAGES - 1] = next;
         found[STAGES - 1] = next.index >= 0 ? tags[next.index] : 0;
-        fetch_slice(my_stages + slot_ahead * STAGE_BYTES, k_cache, v_cache, next.index, width, row_size, kv_head * HEAD_DIM);
-        next = find_row(pages, epochs, ahead + stride, my_stop, page_size);
+        fetch_slice(my_stages + slot_ahead * STAGE_BYTES, head_rows, next.index);
+        walk.advance(stride, stride_pages, stride_rest, page_size);
+        next = walk.row(pages, epochs, my_stop, page_size);
         async_wait<STAGES - 1>();
         u8* const stage = my_stages + slot_now * STAGE_BYTES;
         const bool own = rows[0].index >= 0 && found[0] == rows[0].expected;
@@ -310,7 +419,15 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
             for (int n = 0; n < KEY_TILES; n++) tile_zero(score[m][n]);
         }
-#if DIRECT
+#if WHOLE
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++) {
+            FragC of_keys[TILES];
+            whole_scores<TILES>(of_keys, query, stage + 16 * n * RAW_ROW, RAW_ROW, scales);
+#pragma unroll
+            for (int m = 0; m < TILES; m++) score[m][n] = of_keys[m];
+        }
+#elif DIRECT
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++) {
             const i32 key = 16 * n + lane / 4;
@@ -351,59 +468,69 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                     FragB keys;
                     tile_load_b(keys, tiles + 2 * term * TILE_SIZE + 16 * n * LD + 16 * d, LD);
 #pragma unroll
-                    for (int m = 0; m < TILES; m++) tile_mma(score[m][n], query[m], keys);
+                    for (int m = 0; m < TILES; m++) {
+                        tile_mma(score[m][n], query[m], keys);
+                        tile_settle(score[m][n]);
+                    }
                 }
             }
         }
 #endif
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
-            float highest[TILE_ROWS];
-            float anchor[TILE_ROWS];
-            float shrink[TILE_ROWS];
-            i32 last[TILE_ROWS];  // the position of the row's query
+            float highest[SLOTS];
 #pragma unroll
-            for (int slot = 0; slot < TILE_ROWS; slot++) {
-                highest[slot] = peak[m][slot];
-                last[slot] = first_position + (TOKENS > 1 ? (16 * m + tile_row_of(slot)) / HEADS : 0);
+            for (int slot = 0; slot < SLOTS; slot++) highest[slot] = -INFINITY_F;
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) {
+                if (EXACT && !WHOLE) tile_add_halves(score[m][n]);
+#pragma unroll
+                for (int i = 0; i < TILE_C_ELEMENTS; i++) {
+                    if (!is_twin(i)) score[m][n].x[i] = score_of(score[m][n].x[i], scale, softcap);
+                }
+            }
+            if (TOKENS > 1 || missing) {
+                hide(score[m], missing, 16 * m, first_position, base, window);
             }
 #pragma unroll
             for (int n = 0; n < KEY_TILES; n++) {
-                if (EXACT) tile_add_halves(score[m][n]);
 #pragma unroll
                 for (int i = 0; i < TILE_C_ELEMENTS; i++) {
-                    const i32 column = 16 * n + tile_c_col(i);
-                    score[m][n].x[i] = score_of(score[m][n].x[i], scale, softcap);
-                    bool visible = !(missing >> column & 1);
-                    if (TOKENS > 1) {
-                        const i32 distance = last[tile_c_slot(i)] - (base + column);
-                        visible = visible && distance >= 0 && (window <= 0 || distance < window);
-                    }
-                    if (!visible) score[m][n].x[i] = -INFINITY_F;
-                    highest[tile_c_slot(i)] = fmaxf(highest[tile_c_slot(i)], score[m][n].x[i]);
+                    if (!is_twin(i)) highest[slot_of(i)] = fmaxf(highest[slot_of(i)], score[m][n].x[i]);
+                }
+            }
+            bool higher = false;
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                highest[slot] = fmaxf(peak[m][slot], tile_row_max(highest[slot]));
+                higher = higher || highest[slot] * factor > peak[m][slot] * factor + SLACK;
+            }
+            if (TILE_ROWS == 1 || ballot(higher)) {  // AMD's compiler takes more registers for two ways than it has
+                float shrink[SLOTS];
+#pragma unroll
+                for (int slot = 0; slot < SLOTS; slot++) {
+                    anchor[m][slot] = anchor_of(highest[slot], factor);
+                    shrink[slot] = weight_of(peak[m][slot], factor, anchor[m][slot]);
+                    peak[m][slot] = highest[slot];
+                    total[m][slot] *= shrink[slot];
+                }
+#pragma unroll
+                for (int d = 0; d < DIM_TILES; d++) {
+#pragma unroll
+                    for (int i = 0; i < TILE_C_ELEMENTS; i++) sum[m][d].x[i] *= shrink[slot_of(i)];
                 }
             }
 #pragma unroll
-            for (int slot = 0; slot < TILE_ROWS; slot++) {
-                highest[slot] = tile_row_max(highest[slot]);
-                anchor[slot] = anchor_of(highest[slot], factor);
-                shrink[slot] = weight_of(peak[m][slot], factor, anchor[slot]);
-                peak[m][slot] = highest[slot];
-                total[m][slot] *= shrink[slot];
-            }
-#pragma unroll
-            for (int d = 0; d < DIM_TILES; d++) {
-#pragma unroll
-                for (int i = 0; i < TILE_C_ELEMENTS; i++) sum[m][d].x[i] *= shrink[tile_c_slot(i)];
-            }
-#pragma unroll
             for (int n = 0; n < KEY_TILES; n++) {
 #pragma unroll
                 for (int i = 0; i < TILE_C_ELEMENTS; i++) {
-                    const float weight = weight_of(score[m][n].x[i], factor, anchor[tile_c_slot(i)]);
-                    total[m][tile_c_slot(i)] += weight;
-                    const bool rest = EXACT && tile_row_of(tile_c_slot(i)) >= 8;
-                    score[m][n].x[i] = rest ? weight - to_f32(to_f16(weight)) : weight;
+                    if (is_twin(i)) continue;
+                    const float weight = weight_of(score[m][n].x[i], factor, anchor[m][slot_of(i)]);
+                    total[m][slot_of(i)] += weight;
+                    const float rest = weight - to_f32(to_f16(weight));
+                    const bool is_rest = EXACT && !TWINS && tile_row_of(tile_c_slot(i)) >= 8;
+                    score[m][n].x[i] = is_rest ? rest : weight;
+                    if (TWINS) score[m][n].x[i + 2] = rest;
                 }
             }
         }
@@ -415,12 +542,20 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #if DIRECT
             const i32 key = 16 * n + lane % 4 * 2;
             const u8* const row = stage + (KEYS + key) * RAW_ROW;
+            ValueRun runs[4];
 #pragma unroll
             for (int unit = 0; unit < VALUE_UNITS; unit++) {
                 u32 pairs[2][8];
                 u32 rest[2][8];
-                value_pairs(row, row + RAW_ROW, row + scales, key, unit, pairs[0], rest[0]);
-                value_pairs(row + 8 * RAW_ROW, row + 9 * RAW_ROW, row + 8 * RAW_ROW + scales, key + 8, unit, pairs[1], rest[1]);
+                if (unit % RUN_UNITS == 0) {
+#pragma unroll
+                    for (int r = 0; r < 4; r++) runs[r].load(row + (r % 2 + r / 2 * 8) * RAW_ROW, key + r % 2 + r / 2 * 8, unit);
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const u8* const first = row + 8 * r * RAW_ROW + scales;
+                    value_pairs(runs[2 * r], runs[2 * r + 1], first, first + RAW_ROW, unit, pairs[r], rest[r]);
+                }
 #pragma unroll
                 for (int e = 0; e < 8; e += 2) {
 #pragma unroll
@@ -441,7 +576,10 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
                     FragB values;
                     tile_load_b_rows(values, tiles + (2 * term + 1) * TILE_SIZE + 16 * n * LD + 16 * d, LD);
 #pragma unroll
-                    for (int m = 0; m < TILES; m++) tile_mma(sum[m][d], weights[m], values);
+                    for (int m = 0; m < TILES; m++) {
+                        tile_mma(sum[m][d], weights[m], values);
+                        tile_settle(sum[m][d]);
+                    }
                 }
             }
 #endif
@@ -459,7 +597,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
 #pragma unroll
-        for (int slot = 0; slot < TILE_ROWS; slot++) {
+        for (int slot = 0; slot < SLOTS; slot++) {
             const float whole = tile_row_sum(total[m][slot]);
             if (tile_row_of(slot) < TILE_USED) {
                 peak_of[warp][TILE_USED * m + tile_row_of(slot)] = peak[m][slot];
@@ -483,7 +621,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
             float highest = -INFINITY_F;
 #pragma unroll
             for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, peak_of[w][row]);
-            const float share = weight_of(peak[m][tile_c_slot(i)], factor, anchor_of(highest, factor));
+            const float share = weight_of(peak[m][slot_of(i)], factor, anchor_of(highest, factor));
 #pragma unroll
             for (int d = 0; d < DIM_TILES; d++) {
                 merged[(warp * ALL_ROWS + row) * HEAD_DIM + dim_of(d, i)] = sum[m][d].x[i] * share;
@@ -509,7 +647,7 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
             whole += total_of[w][row] * weight_of(peak_of[w][row], factor, anchor_of(highest, factor));
         }
         if (num_blocks == 1) {
-            out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole > 0 ? value / whole : 0);
+            out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole == 0 ? 0 : value / whole);
         } else {
             float* const part = parts + (((static_cast<i64>(seq) * TOKENS + t) * heads + first_head + head) * splits + block) * PART;
             part[d] = value;
@@ -561,6 +699,6 @@ KERNEL(THREADS) flash_attention_split(const io_t* RESTRICT q, const kv_t* RESTRI
 #pragma unroll 8
         for (i32 s = 0; s < num_blocks; s++) value += shares[row * num_blocks + s] * theirs[part + s * PART];
         const float whole = totals[row];
-        out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole > 0 ? value / whole : 0);
+        out[((first_token + t) * heads + first_head + head) * HEAD_DIM + d] = io_store(whole == 0 ? 0 : value / whole);
     }
 }

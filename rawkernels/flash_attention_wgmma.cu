@@ -13,13 +13,15 @@
 //           place is filled again. Fetching threads meet between looking rows up and fetching them; a thread converts
 //           what it has copied itself. The groups take turns: each begins its products when the other has begun its own
 // Numerics  as flash_attention
-// Defines   KV_TYPE, HEAD_DIM (a multiple of 64), IO_F16, HAS_SOFTCAP, PACK, SLICE (64 or 128), STAGES
+// Defines   KV_TYPE, HEAD_DIM (a multiple of 64), IO_F16, HAS_SOFTCAP, PACK, SLICE (64 or 128), STAGES; GATHERED, with f16: rows are
+//           those of gather_rows, whose spans take the place of the page table, max_pages being 3, and `own` that of the
+//           tags; page_epochs is not read, and nothing is reported
 // Arch      sm_90a
 // SharedLimit   sm_90a=232448
 // Scratch   sm_90a=64
-// Compile   KV_TYPE=1 HEAD_DIM=64,128 IO_F16=0,1 HAS_SOFTCAP=0 PACK=4 SLICE=128 STAGES=0;
-//           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=0,1 PACK=2 SLICE=64 STAGES=0;
-//           KV_TYPE=0,2,3,4 HEAD_DIM=128 IO_F16=1 HAS_SOFTCAP=0 PACK=4 SLICE=128 STAGES=3
+// Compile   KV_TYPE=1 HEAD_DIM=64,128 IO_F16=0,1 HAS_SOFTCAP=0 PACK=4 SLICE=128 STAGES=0 GATHERED=0,1;
+//           KV_TYPE=1 HEAD_DIM=192,256 IO_F16=1 HAS_SOFTCAP=0,1 PACK=2 SLICE=64 STAGES=0 GATHERED=0;
+//           KV_TYPE=0,2,3,4 HEAD_DIM=128 IO_F16=1 HAS_SOFTCAP=0 PACK=4 SLICE=128 STAGES=3 GATHERED=0
 #include "common/attention.cuh"
 #include "common/tile_wgmma.cuh"
 
@@ -78,7 +80,14 @@ struct Finder {
     }
 
     DEVICE Row find(i32 slice, i32 thread) const {
-        return find_row(pages, epochs, start + slice * SLICE + thread, thread < SLICE ? stop : 0, page_size);
+        const i32 position = start + slice * SLICE + thread;
+        const i32 behind = thread < SLICE ? stop : 0;
+#if GATHERED
+        const bool there = position >= pages[1] && position < pages[2] && position < behind;
+        return there ? Row{pages[0] + position - pages[1], 1} : Row{-1, 0};
+#else
+        return find_row(pages, epochs, position, behind, page_size);
+#endif
     }
 
     // Writes down where the rows of a slice lie, -1 for those that are absent, and goes on to the next one.
@@ -86,7 +95,7 @@ struct Finder {
                      i32 layer, i32 next_start) {
         const i32 position = start + slice * SLICE + thread;
         const bool own = row.index >= 0 && found == row.expected;
-        if (row.index >= 0 && !own && position < next_start) {
+        if (!GATHERED && row.index >= 0 && !own && position < next_start) {
             report_tag(record, seq_id, layer, row, position, page_size, found);
         }
         const u64 missing = ballot(thread < SLICE && !own);
@@ -566,7 +575,7 @@ KERNEL(THREADS) flash_attention_wgmma(const io_t* RESTRICT q, const kv_t* RESTRI
         for (int r = 0; r < 2; r++) {
             total[r] += shfl_xor(total[r], 1);
             total[r] += shfl_xor(total[r], 2);
-            const float share = total[r] > 0 ? 1 / total[r] : 0;
+            const float share = total[r] == 0 ? 0 : 1 / total[r];
             const i32 row = my_row + 8 * r;
             if (row / PACK >= places.info[n % 2].tokens) continue;
             const i64 head = places.info[n % 2].first_head + row / PACK * heads + row % PACK;

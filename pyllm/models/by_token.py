@@ -37,7 +37,8 @@ def attention_parts(batch: Batch, num_heads: int, num_kv_heads: int) -> Iterator
     """Inputs and extents of the launches of `flash_attention` for all tokens of a ubatch: one, or with tables by token
     as many as the counters of split rows take."""
     if batch.by_token is None:
-        yield batch.inputs, AttentionShape.of(batch.num_seqs, batch.longest, batch.most_rows, num_kv_heads)
+        extents = batch.num_seqs, batch.longest, batch.most_rows, num_kv_heads, batch.all_rows
+        yield batch.inputs, AttentionShape.of(*extents)
         return
     splits = AttentionShape.by_token(1, batch.most_rows).splits
     step = MOST_TOKENS if splits == 1 else max(1, NUM_COUNTERS // num_heads)

@@ -297,7 +297,8 @@ class Decoder:
         mixed = batch.workspace.array("mixed", out_shape, device.activation_dtype)
         cache, kv_type, params = self._layer_cache(batch, index), batch.cache.kv_type, self._attention[index]
         for inputs, shape in attention_parts(batch, c.num_heads, c.num_kv_heads):
-            scratch = batch.workspace.array("attention_parts", (shape.scratch_size(c.num_heads, c.value_length),))
+            heads = c.num_heads, c.num_kv_heads, c.value_length
+            scratch = batch.workspace.array("attention_scratch", (shape.scratch_size(device.target, kv_type, *heads),))
             flash_attention(device, q, inputs, shape, cache, kv_type, params, batch.record, scratch, mixed)
         return mixed.reshape(batch.num_tokens, c.num_heads * c.value_length)
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from pyllm import faults
 from pyllm.input_block import InputViews
-from pyllm.kv_types import KVType
+from pyllm.kv_types import KV_TYPES, KVType
+from pyllm.ops import gather_rows
 from pyllm.ops.check import check_array, require
+from pyllm.ops.gather_rows import GatheredRows, plan_gather_rows
 from pyllm.ops.op import KernelLaunch, Op, Target
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ WGMMA_STATIC = 1 << 10  # bytes of static shared memory beyond STATIC_SHARED
 MOST_STAGES = 7  # units of copies on their way
 STATIC_SHARED = 2 << 10  # bytes that the kernels need beside their tiles
 TOKEN_ROWS, TOKEN_SPLITS = 512, 16  # rows of a part and most parts, where each token is attended to by itself
+GATHER_TOKENS = 64  # of a sequence: rows of other types are worth being converted for all of them at once
+GATHER_ELEMENTS = 1 << 27  # of K, at most; each takes four bytes of scratch
 
 LOG2_E = 1.4426950408889634
 SMALLEST_FACTOR = 1e-30
@@ -67,6 +71,7 @@ class AttentionShape:
         splits: most parts into which the rows of such a sequence are cut. A short one is cut into fewer.
         least_rows: rows that are worth a part.
         short: whether all sequences are short.
+        num_rows: rows of all sequences together, at most.
     """
 
     num_seqs: int
@@ -75,22 +80,28 @@ class AttentionShape:
     splits: int
     least_rows: int
     short: bool
+    num_rows: int
 
     @classmethod
-    def of(cls, num_seqs: int, longest: int, most_rows: int, num_kv_heads: int) -> AttentionShape:
+    def of(
+        cls, num_seqs: int, longest: int, most_rows: int, num_kv_heads: int, all_rows: int | None = None
+    ) -> AttentionShape:
         """Choose the splits.
 
         Args:
             most_rows: rows of the longest sequence; an upper bound will do.
+            all_rows: rows of all sequences together, or an upper bound; None: all may be as long as the longest.
         """
+        num_rows = num_seqs * most_rows if all_rows is None else min(all_rows, num_seqs * most_rows)
         few = longest if longest <= MAX_FEW else int(num_seqs > 1)
         chunks, short = num_seqs * num_kv_heads, most_rows <= SHORT
         if not few or chunks * MAX_SPLITS > NUM_COUNTERS:
-            return cls(num_seqs, longest, few, int(few > 0), LEAST_ROWS, short)
+            return cls(num_seqs, longest, few, int(few > 0), LEAST_ROWS, short, num_rows)
         fill = min(TARGET_BLOCKS // chunks, -(-most_rows // LEAST_ROWS))
         more = min(MOST_MORE // chunks, most_rows // LEAST_ROWS_MORE)
         least_rows = LEAST_ROWS if fill >= more else LEAST_ROWS_MORE
-        return cls(num_seqs, longest, few, max(1, min(max(fill, more), MAX_SPLITS)), least_rows, short)
+        splits = max(1, min(max(fill, more), MAX_SPLITS))
+        return cls(num_seqs, longest, few, splits, least_rows, short, num_rows)
 
     @classmethod
     def by_token(cls, num_tokens: int, most_rows: int) -> AttentionShape:
@@ -101,13 +112,29 @@ class AttentionShape:
             most_rows: rows of the token that sees most; an upper bound will do.
         """
         splits = min(TOKEN_SPLITS, -(-most_rows // TOKEN_ROWS))
-        return cls(num_tokens, 1, 1, splits, TOKEN_ROWS, False)
+        return cls(num_tokens, 1, 1, splits, TOKEN_ROWS, False, 0)
 
-    def scratch_size(self, num_heads: int, head_dim: int) -> int:
-        """float32 elements of scratch: for each split, sums, a maximum and a total."""
+    def scratch_size(
+        self, target: Target | None, kv_type: KVType, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> int:
+        """float32 elements of scratch: sums, a maximum and a total for each split, and later gathered rows."""
         tokens = 1 << (self.few - 1).bit_length() if self.few else 0
         parts = self.splits if self.splits > 1 else 0
-        return max(1, self.num_seqs * tokens * num_heads * parts * (head_dim + 2))
+        size = max(1, self.num_seqs * tokens * num_heads * parts * (head_dim + 2))
+        width = num_kv_heads * head_dim
+        if self.gathers(target, kv_type, head_dim, width):
+            size = max(size, gather_rows.scratch_size(self.num_rows, self.num_seqs, width))
+        return size
+
+    def gathers(self, target: Target | None, kv_type: KVType, head_dim: int, width: int) -> bool:
+        """Whether rows are converted once for all queries, into scratch."""
+        if target is None or not _has_wgmma(target, head_dim) or kv_type.name == "f16":
+            return False
+        return self.longest >= GATHER_TOKENS and self.num_rows * width <= GATHER_ELEMENTS
+
+
+def _has_wgmma(target: Target, head_dim: int) -> bool:
+    return target.arch == "sm_90" and head_dim % 64 == 0
 
 
 def flash_attention_ref(
@@ -324,14 +351,24 @@ def plan_flash_attention(
         block = (split["WARPS"] * target.warp_size,)
         source = "flash_attention_split"
         launches.append(KernelLaunch(source, source, grid, block, args, {**defines, **split}, shared))
-    if shape.longest > shape.few and target.arch == "sm_90" and head_dim % 64 == 0:
+    if shape.longest > shape.few and _has_wgmma(target, head_dim):
         pack = _divisor(group, min(group, WGMMA_ROWS // 2))
-        cut, shared = _wgmma(kv_type, head_dim, _shared_limit(target) - WGMMA_STATIC)
         tiles = num_heads // pack * -(-shape.longest // (WGMMA_ROWS // pack)) * shape.num_seqs
+        width, stored_as, page_epochs = kv_heads * head_dim, kv_type, inputs.page_epochs
+        gathers = shape.gathers(target, kv_type, head_dim, width)
+        if gathers:
+            gathered = GatheredRows.within(scratch, shape.num_rows, shape.num_seqs, width)
+            given = (shape.num_seqs, shape.few + 1, params.window, cache, kv_type, record, gathered)
+            launches += plan_gather_rows(target, inputs, *given)
+            rows, tables = (
+                (q, gathered.k, gathered.v, gathered.own),
+                (inputs.seq_ids, gathered.spans, page_epochs, record),
+            )
+            stored_as, sizes = KV_TYPES["f16"], (width, gathered.spans.shape[1], cache.page_size, cache.layer)
+        cut, shared = _wgmma(stored_as, head_dim, _shared_limit(target) - WGMMA_STATIC)
         extents = map(np.int32, (shape.num_seqs, num_heads, kv_heads, *sizes, shape.few + 1))
-        indices = (inputs.positions, inputs.cu_seqlens, *tables, cache.counters)
-        args = (*rows, *indices, out, *numbers, *extents)
-        defines |= {"PACK": pack, **cut}
+        args = (*rows, inputs.positions, inputs.cu_seqlens, *tables, cache.counters, out, *numbers, *extents)
+        defines |= {"KV_TYPE": stored_as.code, "PACK": pack, "GATHERED": int(gathers), **cut}
         source, blocks = "flash_attention_wgmma", min(tiles, TARGET_BLOCKS)
         launches.append(KernelLaunch(source, source, (blocks,), (384,), args, defines, shared, "sm_90a"))
     elif shape.longest > shape.few:
@@ -370,9 +407,11 @@ def _split(
     most_rows = (8 if exact else 16) * (2 if head_dim <= 128 else 1)
     split = {"HEADS": min(group, most_rows // tokens), "TOKENS": tokens, "EXACT": exact}
     direct = target.tiles == "mma" and kv_type.name != "f16" and head_dim % 64 == 0
-    split["KEYS"] = 16 if head_dim > 64 or short or direct else 32
+    whole = direct and exact and kv_type.block > 1  # scores in whole numbers
+    split["KEYS"] = 16 if short or head_dim > 128 or ((head_dim > 64 or direct) and not whole) else 32
     split["DIRECT"] = int(direct)
-    ahead = (2,) if short else (3, 2)  # slices in flight; a few warps with several do more than many with one
+    # Slices in flight; a few warps with several do more than many with one.
+    ahead = (2,) if short or (whole and split["KEYS"] == 32) else (3, 2)
     sizes = [*itertools.product((8, 4, 2), ahead), *itertools.product((8, 4, 2, 1), (1,))]
     if direct:  # rows take more registers than shared memory
         sizes = [*itertools.product((8, 6), ahead), (4, 2), (3, 2), *sizes]
@@ -443,11 +482,11 @@ def flash_attention(
         kv_type: how rows are stored.
         params: scale, window, soft cap.
         record: fault record; appended to.
-        scratch: [shape.scratch_size(...)] float32; overwritten.
+        scratch: [shape.scratch_size(device.target, ...)] float32; overwritten.
         out: [num_tokens, num_heads, value_length] as q; must not overlap it.
 
-    Numerics: scores, softmax and sums in float32, one rounding to a float16 `out`. A query that sees no row gives
-    zeros.
+    Numerics: scores, softmax and sums in float32, one rounding to a float16 `out`. Kernels for many queries round rows
+    to float16 first; what is beyond its range becomes the largest float16. A query that sees no row gives zeros.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -463,5 +502,6 @@ def flash_attention(
     value_length = kv_type.width(cache.v.shape[1]) // num_kv_heads
     check_array("flash_attention", "out", out, (num_tokens, num_heads, value_length), (q.dtype.name,))
     check_array("flash_attention", "record", record, faults.record_shape(), ("int32",))
-    check_array("flash_attention", "scratch", scratch, (shape.scratch_size(num_heads, value_length),), ("float32",))
+    size = shape.scratch_size(device.target, kv_type, num_heads, num_kv_heads, value_length)
+    check_array("flash_attention", "scratch", scratch, (size,), ("float32",))
     device.launch(FLASH_ATTENTION, q, inputs, shape, cache, kv_type, params, record, scratch, out)

@@ -1,8 +1,8 @@
-// What the attention kernels share: queries and outputs in their storage type, rows and their tags, the softmax's numbers.
+// What the attention kernels share: queries and outputs in their storage type, the softmax's numbers.
 //
 // Defines   KV_TYPE, HEAD_DIM, IO_F16: 1 when q and out are f16, HAS_SOFTCAP: 0 leaves the soft cap out
 #pragma once
-#include "common/kv.cuh"
+#include "common/attention_rows.cuh"
 #include "common/tile.cuh"
 
 #if IO_F16
@@ -36,23 +36,6 @@ DEVICE void io_load8(const io_t* x, float (&values)[8]) {
 DEVICE u32x4 pack8(const float (&values)[8]) {
     return u32x4{h2_pack(values[0], values[1]), h2_pack(values[2], values[3]), h2_pack(values[4], values[5]),
                  h2_pack(values[6], values[7])};
-}
-
-// Where the row of a position lies and the tag that it must carry, from a sequence's own pages.
-struct Row {
-    i32 index;  // -1: none is wanted
-    u32 expected;
-};
-
-DEVICE Row find_row(const i32* RESTRICT pages, const u32* RESTRICT epochs, i32 position, i32 stop, i32 page_size) {
-    if (position >= stop) return Row{-1, 0};
-    const i32 slot = position / page_size;
-    return Row{pages[slot] * page_size + (position - slot * page_size), epochs[slot]};
-}
-
-DEVICE void report_tag(i32* record, i32 seq_id, i32 layer, const Row& row, i32 position, i32 page_size, u32 found) {
-    report_fault(record, KIND_TAG, seq_id, layer, row.index / page_size, position % page_size, position, row.expected,
-                 found);
 }
 
 // Scores stay as the product left them; `factor` turns them into exponents of two. With a soft cap they are capped here,

@@ -98,6 +98,80 @@ DEVICE void kv_load_piece(const kv_t* RESTRICT row, i32 width, i32 element, u32 
 #endif
 }
 
+#if KV_QUANTISED
+
+// Two codes, bytes 0 and 1 or 2 and 3 of four, as f16: behind the high byte 0x64 a byte is 1024 more, and then there is what
+// codes are stored with.
+template <int HIGH>
+DEVICE u32 two_codes(u32 codes) {
+    return h2_sub(byte_perm(codes, 0x64646464u, HIGH ? 0x4342 : 0x4140), KV_TYPE == 3 ? 0x64806480u : 0x64086408u);
+}
+
+// Signed bytes as bytes that are 128 more; four-bit codes of the low or high halves of bytes.
+DEVICE u32 four_codes(u32 word, int high) {
+    return KV_TYPE == 3 ? word ^ 0x80808080u : (high ? word >> 4 : word) & 0x0F0F0F0Fu;
+}
+
+#endif
+
+#if KV_TYPE != 1
+
+// Eight consecutive elements as they are stored, from one that is a multiple of eight.
+struct KVEight {
+#if KV_QUANTISED
+    u64 codes;
+    u16 scale;
+#else
+    u32x4 words[KV_TYPE == 0 ? 2 : 1];
+#endif
+};
+
+DEVICE void kv_load_eight(KVEight& stored, const kv_t* RESTRICT row, i32 width, i32 element) {
+#if KV_QUANTISED
+    const i32 code = KV_TYPE == 3 ? element : element / KV_BLOCK * 16 + element % 16;
+    stored.codes = *reinterpret_cast<const u64*>(row + code);
+    stored.scale = kv_scale(row, width, element);
+#else
+    (void)width;
+#pragma unroll
+    for (int i = 0; i < (KV_TYPE == 0 ? 2 : 1); i++) {
+        stored.words[i] = load16<u32x4>(reinterpret_cast<const u32x4*>(row + element) + i);
+    }
+#endif
+}
+
+// The same as pairs of f16, rounded as kv_unpack_piece does it.
+DEVICE u32x4 kv_unpack_eight(const KVEight& stored, i32 element) {
+#if KV_QUANTISED
+    const u32 scale = h2_splat(stored.scale);
+    const int high = KV_TYPE == 4 && element % KV_BLOCK >= 16;
+    const u32 a = four_codes(static_cast<u32>(stored.codes), high);
+    const u32 b = four_codes(static_cast<u32>(stored.codes >> 32), high);
+    return u32x4{h2_mul(two_codes<0>(a), scale), h2_mul(two_codes<1>(a), scale), h2_mul(two_codes<0>(b), scale),
+                 h2_mul(two_codes<1>(b), scale)};
+#else
+    (void)element;
+    const u32x4 x = stored.words[0];
+#if KV_TYPE == 0
+    const u32x4 y = stored.words[1];
+    return u32x4{h2_pack_saturated(f32_from_bits(x.x), f32_from_bits(x.y)),
+                 h2_pack_saturated(f32_from_bits(x.z), f32_from_bits(x.w)),
+                 h2_pack_saturated(f32_from_bits(y.x), f32_from_bits(y.y)),
+                 h2_pack_saturated(f32_from_bits(y.z), f32_from_bits(y.w))};
+#else
+    const u32 words[4] = {x.x, x.y, x.z, x.w};
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        pairs[j] = h2_pack_saturated(f32_from_bits(words[j] << 16), f32_from_bits(words[j] & 0xFFFF0000u));
+    }
+    return u32x4{pairs[0], pairs[1], pairs[2], pairs[3]};
+#endif
+#endif
+}
+
+#endif
+
 #if KV_TYPE == 0
 // What rounding to f16 took away from the same elements, as f16.
 DEVICE void kv_unpack_rest(const void* codes, u32 (&pairs)[KV_PIECE / 2]) {

@@ -27,6 +27,7 @@
 //   h2_add, h2_sub, h2_mul, h2_fma   on two f16 in a u32, each rounded once to nearest even; subnormal numbers count
 //   h2_pack(low, high)               two floats as such a pair, rounded to nearest even
 //   h2_pack_saturated(low, high)     the same; too large becomes the largest f16
+//   and_or(x, mask, bits)            (x & mask) | bits
 //   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
 //   bytes_of_table(index, table)     byte j is byte index_j of 16 table bytes; each byte of index is 0 to 15
 //   nibbles_of_table(word, table, low, high)   the same for the low nibbles of the four bytes of a word, and for the high ones
@@ -35,6 +36,7 @@
 //   mul_rn, add_rn, sub_rn           rounded on their own, never fused with a neighbour
 //   load16<T>(p), store16(p, v)      one 128-bit access; p must be 16-byte aligned
 //   async_copy16(shared, global)     16 bytes, both aligned, from global to shared memory; done at the latest when
+//   async_copy16_where(shared, global, wanted)   the same, or nothing
 //   async_commit(), async_wait<N>()  the thread has waited: commit ends a group of its copies, wait returns when all of its
 //                                    groups but the last N have arrived. Other threads see them behind a barrier
 //   threadIdx, blockIdx, blockDim, gridDim, and from C: fmaf fabsf fminf fmaxf sqrtf floorf rintf expf exp2f logf
@@ -110,6 +112,14 @@ DEVICE f16 to_f16_saturated(float value) { return to_f16(f16_range(value)); }
 // The two f16 of a pair as floats.
 DEVICE float low_half(u32 pair) { return f16_bits_to_f32((u16)(pair & 0xFFFF)); }
 DEVICE float high_half(u32 pair) { return f16_bits_to_f32((u16)(pair >> 16)); }
+
+#if !defined(PYLLM_CUDA)  // which has instructions for these
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
+
+DEVICE void async_copy16_where(void* shared, const void* global, bool wanted) {
+    if (wanted) async_copy16(shared, global);
+}
+#endif
 
 #if !defined(PYLLM_CUDA)  // which has an instruction for it
 DEVICE u32 h2_pack_saturated(float low, float high) { return h2_pack(f16_range(low), f16_range(high)); }

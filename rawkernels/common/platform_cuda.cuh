@@ -95,6 +95,13 @@ DEVICE u32 h2_pack_saturated(float low, float high) {
     return pair;
 }
 
+// In one instruction: the compiler makes two of it when mask and bits are constants.
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+
 DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {
@@ -146,6 +153,14 @@ DEVICE void async_copy16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :
                  : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
+                 : "memory");
+}
+
+DEVICE void async_copy16_where(void* shared, const void* global, bool wanted) {
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n"
+                 "@wanted cp.async.cg.shared.global [%0], [%1], 16;}"
+                 :
+                 : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"((int)wanted)
                  : "memory");
 }
 

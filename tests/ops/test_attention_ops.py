@@ -163,7 +163,8 @@ def attend(
 ) -> None:
     """flash_attention with the kernel that its extents choose."""
     shape = AttentionShape.of(case.num_seqs, max(case.new), max(case.lengths), case.num_kv_heads)
-    scratch = device.empty((shape.scratch_size(case.num_heads, case.head_dim),), np.float32)
+    heads = case.num_heads, case.num_kv_heads, case.head_dim
+    scratch = device.empty((shape.scratch_size(device.target, KV_TYPES[kv_type], *heads),), np.float32)
     flash_attention(device, q, inputs, shape, cache, KV_TYPES[kv_type], params, record, scratch, out)
 
 

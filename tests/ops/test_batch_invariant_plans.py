@@ -153,7 +153,7 @@ def test_attention_of_a_token_in_any_company(device: Device, window: int) -> Non
         assert shape.splits > 1 or most < 1024
         queries = on_device(device, np.ascontiguousarray(q[rows]))
         on = replace(own, **{name: on_device(device, array) for name, array in vars(own).items()})
-        scratch = on_device(device, unwritten(shape.scratch_size(2, head_dim)))
+        scratch = on_device(device, unwritten(shape.scratch_size(device.target, kv_type, 2, 1, head_dim)))
         out = on_device(device, unwritten(len(rows), 2, head_dim, dtype=np.float16))
         record = on_device(device, empty_record())
         flash_attention(device, queries, on, shape, given, kv_type, params, record, scratch, out)
