@@ -17,7 +17,8 @@
 // Defines   HEAD_DIM, a multiple of 32; TILED: value head h uses key head h % num_k, else h / (num_v / num_k)
 //           THREADS_OF_ROW, a power of 2 up to HEAD_DIM / 4; ROWS_OF_BLOCK; ONE: token s is sequence s's only one
 // Compile   HEAD_DIM=32,64,128 TILED=0,1 THREADS_OF_ROW=8 ROWS_OF_BLOCK=16 ONE=0;
-//           HEAD_DIM=32,64,128 TILED=0,1 THREADS_OF_ROW=8 ROWS_OF_BLOCK=8 ONE=1
+//           HEAD_DIM=64,128 TILED=0,1 THREADS_OF_ROW=16 ROWS_OF_BLOCK=8 ONE=1;
+//           HEAD_DIM=32 TILED=0,1 THREADS_OF_ROW=8 ROWS_OF_BLOCK=8 ONE=1
 #include "common/delta.cuh"
 
 #define FOURS (HEAD_DIM / (4 * THREADS_OF_ROW))  // groups of four neighbouring keys that a thread has

@@ -24,7 +24,8 @@ TOKEN_BY_TOKEN = 20  # tokens of a sequence up to which kernels do so
 DEVICE_CHUNK = 32  # tokens that kernels take at once
 SLICE, CHUNK_WARPS = 32, 4  # rows of a matrix, and warps, of a block of gated_delta_rule_chunks
 COUPLE_THREADS = 256
-ROWS_OF_ONE, ROWS, THREADS_OF_ROW = 8, 16, 8  # rows of a matrix that a block of gated_delta_rule has
+ROWS_OF_ONE, ROWS = 8, 16  # rows of a matrix that a block of gated_delta_rule has
+THREADS_OF_ONE, THREADS = 16, 8  # of a row, at most
 LINEAR_FROM = 20.0  # softplus(x) is x from here on in float32
 
 
@@ -238,8 +239,9 @@ def _token_launch(
 ) -> KernelLaunch:
     """Sequences of few tokens, one token after the other."""
     rows = ROWS_OF_ONE if one else ROWS
-    grid, block = (heads.head_dim // rows, heads.num_v_heads, num_seqs), (THREADS_OF_ROW * rows,)
-    defines = {**defines, "THREADS_OF_ROW": THREADS_OF_ROW, "ROWS_OF_BLOCK": rows, "ONE": int(one)}
+    threads = min(THREADS_OF_ONE if one else THREADS, heads.head_dim // 4)
+    grid, block = (heads.head_dim // rows, heads.num_v_heads, num_seqs), (threads * rows,)
+    defines = {**defines, "THREADS_OF_ROW": threads, "ROWS_OF_BLOCK": rows, "ONE": int(one)}
     return KernelLaunch("gated_delta_rule", "gated_delta_rule", grid, block, args, defines)
 
 
