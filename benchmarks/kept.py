@@ -206,7 +206,7 @@ class Bench:
         print(f"steps of {LAYERS} launches: {alone * 1e6:.0f} us alone, at most {slowest * 1e6:.0f} us beside saves")
 
     def session(self, cache: KVCache, index: PrefixIndex, ids: list[int], held: Any, folder: Path) -> None:
-        sessions = Sessions(cache, index, threading.RLock(), Guests(), dict.fromkeys(PARTS, "bench"))
+        sessions = Sessions(cache, index, threading.RLock(), Guests(), dict.fromkeys(PARTS, "bench"), 1 << 20)
         path = folder / "bench.session"
         started = time.perf_counter()
         size = sessions.save(path, ids, {}).num_bytes

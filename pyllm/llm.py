@@ -236,9 +236,8 @@ class LLM:
             arithmetic = f"batch-invariant, {self._device.description}" if options.batch_invariant else ""
             identity = fingerprint(gguf, config, kv_type, options.page_size, arithmetic)
             folder = None if options.cache_dir is None else Path(options.cache_dir)
-            self._kept = KeptPrompts(
-                self._cache, self._lock, self._guests, identity, page_budget, folder, options.cache_disk
-            )
+            engine = self._cache, self._lock, self._guests, identity, self.tokenizer.vocab_size
+            self._kept = KeptPrompts(*engine, page_budget, folder, options.cache_disk)
         overflow = Overflow(options.overflow, options.keep)
         self._shifts = overflow.kind == "shift"
         self._scheduler = Scheduler(

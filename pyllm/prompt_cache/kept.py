@@ -30,6 +30,7 @@ class KeptPrompts:
     Args:
         lock, guests: the engine's.
         identity: the engine's fingerprint.
+        vocab_size: token ids are below that.
         page_budget: bytes of the host's memory for pages that leave the device; 0: they are lost.
         cache_dir, cache_disk: see `LLM`.
 
@@ -46,6 +47,7 @@ class KeptPrompts:
         lock: Lock,
         guests: Guests,
         identity: Mapping[str, str],
+        vocab_size: int,
         page_budget: int,
         cache_dir: Path | None = None,
         cache_disk: int | None = None,
@@ -55,7 +57,7 @@ class KeptPrompts:
         self._tier = HostTier(cache, page_budget) if page_budget else None
         self._last_ids: list[int] = []
         self.index = PrefixIndex(cache, self._tier)
-        self.sessions = Sessions(cache, self.index, lock, guests, identity)
+        self.sessions = Sessions(cache, self.index, lock, guests, identity, vocab_size)
         self.disk: DiskTier | None = None
         if cache_dir is not None:
             budget = DEFAULT_BUDGET if cache_disk is None else cache_disk

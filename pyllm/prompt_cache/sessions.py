@@ -67,15 +67,23 @@ class Sessions:
     Args:
         lock, guests: the engine's.
         identity: the engine's fingerprint.
+        vocab_size: token ids of files are below that.
     """
 
     def __init__(
-        self, cache: KVCache, index: PrefixIndex, lock: Lock, guests: Guests, identity: Mapping[str, str]
+        self,
+        cache: KVCache,
+        index: PrefixIndex,
+        lock: Lock,
+        guests: Guests,
+        identity: Mapping[str, str],
+        vocab_size: int,
     ) -> None:
         self._cache = cache
         self._index = index
         self._lock, self._guests = lock, guests
         self._identity = identity
+        self._vocab_size = vocab_size
         self._copies = PageCopies(cache)
         self._one_at_a_time = threading.Lock()
         size = self._copies.num_bytes
@@ -212,6 +220,8 @@ class Sessions:
         rows = reader.json("rows")
         if rows != {"num_rows": len(reader.tokens), "first_position": 0, "shifted": False} or not len(reader.tokens):
             reader.refuse("it does not hold the rows of its tokens from the first one on")
+        if reader.tokens.min() < 0 or reader.tokens.max() >= self._vocab_size:
+            reader.refuse(f"it has token ids outside of the model's {self._vocab_size}")
         pages = [name for name in reader.sections if name.startswith("page.")]
         states = [name for name in reader.sections if name.startswith("state.")]
         if pages != [f"page.{index}" for index in range(self._cache.pages_for(len(reader.tokens)))]:

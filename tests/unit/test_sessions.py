@@ -174,6 +174,16 @@ def test_rows_of_other_positions_are_refused(saved: tuple[Path, list[int]], name
         llm.load_session(saved[0])
 
 
+def test_token_ids_that_the_model_does_not_have_are_refused(saved: tuple[Path, list[int]], name: str) -> None:
+    path, ids = saved
+    with engine(name) as llm:
+        assert llm._kept is not None
+        llm._kept.sessions._vocab_size = max(ids[: len(ids) - 1])
+        with pytest.raises(SessionError, match="token ids outside of the model's"):
+            llm.load_session(path)
+        assert llm._cache.num_free_pages == llm._cache.num_pages
+
+
 def test_what_differs_is_named(tmp_path: Path) -> None:
     with engine(PLAIN) as llm:
         tokens(llm.generate(IDS[PLAIN][:20], greedy(2)))
