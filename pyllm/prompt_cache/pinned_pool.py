@@ -142,6 +142,11 @@ class PinnedPool:
             del self._kept[block]
             self._retired.append(block)
 
+    @property
+    def retiring(self) -> Block | None:
+        """A block that was given back and that a copy still uses; wait for it to have it to take."""
+        return next((block for block in self._retired if not block.num_pins), None)
+
     def _allocate(self) -> PinnedBuffer | None:
         if self.num_allocated >= self._limit:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -152,15 +152,12 @@ class Sessions:
                 writer.write(saved.values)
 
     def _start_save(self, path: Path, held: Held, index: int) -> Block:
-        with self._guests, self._lock:
-            host = held.hosts[index]
-            if host is not None:
-                return host.block
-            block = self._blocks.take()
-            if block is None:  # there are as many as are in flight, unless memory cannot be pinned
-                raise SessionError(f"{path}: there is no pinned memory for copies; close other programs")
-            self._copies.save(held.pages[index], held.rows_of(index), block)
-            return block
+        host = held.hosts[index]
+        if host is not None:
+            return host.block
+        return self._take_block(
+            str(path), lambda block: self._copies.save(held.pages[index], held.rows_of(index), block)
+        )
 
     def _write_page(self, writer: SessionWriter, held: Held, index: int, block: Block) -> None:
         try:
@@ -247,7 +244,7 @@ class Sessions:
             try:
                 for index in range(count + IN_FLIGHT - 1):
                     if index < count:
-                        block = self._take_block(loading)
+                        block = self._take_block(str(reader.path))
                         queued.append((index, block, threads.submit(reader.read, f"page.{index}", block.memory)))
                     if index >= IN_FLIGHT - 1 and queued:
                         self._take_page(reader, loading, *queued.popleft())
@@ -261,15 +258,22 @@ class Sessions:
                     with self._guests, self._lock:
                         self._blocks.give_back(block)
 
-    def _take_block(self, loading: _Loading) -> Block:
+    def _take_block(self, path: str, use: Callable[[Block], object] = lambda block: None) -> Block:
+        """A block for copies, and what is done with it under the same lock. Waits while all blocks are being copied."""
         while True:
             with self._guests, self._lock:
                 block = self._blocks.take()
-            if block is not None:
-                return block
-            if not loading.copies:
-                raise SessionError("there is no pinned memory for copies of a session; close other programs")
-            loading.copies[-1].synchronize()  # all are being copied
+                if block is not None:
+                    try:
+                        use(block)
+                    except BaseException:
+                        self._blocks.give_back(block)
+                        raise
+                    return block
+                retiring = self._blocks.retiring
+            if retiring is None:
+                raise SessionError(f"{path}: there is no pinned memory for copies; close other programs")
+            retiring.wait()
 
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:
         try:

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyllm.device.host import HostDevice
 from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
 from pyllm.gguf_file import GGUFFile
 from pyllm.llm import LLM
+from pyllm.prompt_cache.page_copies import PageCopies
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
@@ -396,8 +398,15 @@ def test_a_save_that_fails_leaves_the_next_one_its_memory(tmp_path: Path, monkey
                 raise SessionError("no space left")
             write(self, content)
 
+        save = PageCopies.save
+
+        def late(self: PageCopies, *args: Any) -> None:
+            save(self, *args)
+            llm._device.copies.stream.enqueue(lambda: time.sleep(0.02))  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(PageCopies, "save", late)
         monkeypatch.setattr(SessionWriter, "write", full)
-        for _ in range(10):  # more often than there are blocks for copies
+        for _ in range(10):  # more often than there are blocks for copies, which are late
             with pytest.raises(SessionError, match="no space left"):
                 llm.save_session(tmp_path / "a.session")
         monkeypatch.undo()
