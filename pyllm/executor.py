@@ -11,6 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import and_, attrgetter, getitem, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +37,9 @@ OVERLAP_TOKENS = 64  # up to here kernels are so short that their starts count; 
 MAX_CAPTURED = 64  # recordings that are kept; of decode steps there are a few, of other shapes there may be many
 MAX_WARM = 4096  # shapes that are remembered as run once
 
+_SEQ_ID, _PAGES, _EPOCHS, _LAST = attrgetter("seq_id"), attrgetter("pages"), attrgetter("epochs"), itemgetter(-1)
+_NO_TABLE = (0, 0, 0)  # numbers of sequences begin with 1
+
 
 class Segment(NamedTuple):
     """Consecutive tokens of one sequence in a ubatch.
@@ -56,6 +61,34 @@ class Segment(NamedTuple):
     whole_rows: bool = True
     place: int = -1
     source: int = -1
+
+
+class Columns:
+    """The segments of one ubatch, field by field: a step of hundreds of them takes a device a millisecond or two, and
+    what is done for all at once takes the host least.
+
+    Attributes:
+        seqs: [S], as in the segments.
+        token_ids: [T], of all segments.
+        starts, counts, wanted, places, sources: [S] int64: first positions, numbers of tokens and of outputs; as in the
+            segments.
+        ends: [S] int64, tokens up to the end of each segment.
+        num_tokens, num_outputs: of all.
+        needs_rows: some output needs its whole row.
+        decodes: each segment has one token and one output.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        seqs, starts, tokens, wanted, whole, places, sources = zip(*segments, strict=True)
+        self.seqs: tuple[SequenceKV, ...] = seqs
+        self.token_ids: list[int] = [*chain.from_iterable(tokens)]
+        counts = [*map(len, tokens)]
+        numbers = np.array((starts, counts, wanted, places, sources), np.int64)
+        self.starts, self.counts, self.wanted, self.places, self.sources = numbers
+        self.ends = np.cumsum(self.counts)
+        self.num_tokens, self.num_outputs = len(self.token_ids), sum(wanted)
+        self.needs_rows = True in whole and any(map(and_, map(bool, wanted), whole))
+        self.decodes = self.num_tokens == len(seqs) == self.num_outputs == counts.count(1) == wanted.count(1)
 
 
 @dataclass(frozen=True)
@@ -126,11 +159,17 @@ class Step:
     Attributes:
         segments: what was submitted.
         done: completes when its outputs are there.
+        num_tokens: of all segments.
+        keeps: it leaves tokens at the places of its segments: candidates are chosen on the device.
     """
 
-    def __init__(self, segments: Sequence[Segment], done: Event, outputs: Outputs) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], done: Event, outputs: Outputs, num_tokens: int, keeps: bool
+    ) -> None:
         self.segments = segments
         self.done = done
+        self.num_tokens = num_tokens
+        self.keeps = keeps
         self._outputs = outputs
         self._result: tuple[Logits, list[faults.Fault]] | None = None
 
@@ -187,6 +226,8 @@ class Logits:
         first = inside.argmax(axis=1)[:, None]
         tokens = np.take_along_axis(self.ids, first, axis=1)[:, 0]
         known = inside.any(axis=1) & np.isfinite(np.take_along_axis(self.values, first, axis=1)[:, 0])
+        if known.all():
+            return tokens.tolist()  # type: ignore[no-any-return]
         return [token if is_known else None for token, is_known in zip(tokens.tolist(), known.tolist(), strict=True)]
 
 
@@ -298,24 +339,26 @@ class Executor:
             UsageError: token ids out of range, or more tokens or sequences than the layout holds.
             DeviceError: the stream has failed.
         """
-        self._check(segments)
+        if not segments:
+            raise UsageError("a ubatch without tokens")
+        columns = Columns(segments)
+        self._check(columns)
         self._bound_queue()
         self._resynchronise()
         slot, views = self._ring.acquire()
-        self._write_inputs(slot, views, segments)
-        fill = self._fill(segments)
+        self._write_inputs(slot, views, columns)
+        fill = self._fill(columns)
         self._fill_up(views, len(segments), fill)
         slot.seal()
-        num_outputs = sum(segment.num_outputs for segment in segments)
-        rows = num_outputs + fill
-        outputs = Outputs(self.device, rows, self.model.vocab_size, self._num_candidates(segments), num_outputs)
+        num_outputs, num_candidates = columns.num_outputs, self._num_candidates(columns.needs_rows)
+        outputs = Outputs(self.device, num_outputs + fill, self.model.vocab_size, num_candidates, num_outputs)
         try:
             with self.device.step():
                 if self._hooks.slow_stream:
                     self.device.delay(self._hooks.slow_stream)
                 self._queue_inputs(slot)
                 self._await_states(segments)
-                self._queue_model(slot, segments, fill, outputs)
+                self._queue_model(slot, columns, fill, outputs)
                 done = self.device.record()
                 if self._hooks.corrupt is not None:
                     self._hooks.corrupt(self._serial, slot.forge())
@@ -329,7 +372,7 @@ class Executor:
         ):  # only now: a step that broke off has left the states that it began from as they were
             if segment.seq.state is not None:
                 segment.seq.state.advance(len(segment.token_ids))
-        return Step(segments, done, outputs)
+        return Step(segments, done, outputs, columns.num_tokens, keeps=bool(num_candidates))
 
     def _queue_inputs(self, slot: InputSlot) -> None:
         try:
@@ -361,16 +404,16 @@ class Executor:
             views[slot.number] = replace(block, **{name: getattr(mapped, name) for name in IN_PLACE})
         return views
 
-    def _num_candidates(self, segments: Sequence[Segment]) -> int:
+    def _num_candidates(self, needs_rows: bool) -> int:
         """How many logits of each row to bring back; 0 for all of them."""
-        if not self.device.wants_candidates or any(s.whole_rows for s in segments if s.num_outputs):
+        if not self.device.wants_candidates or needs_rows:
             return 0
         return min(CANDIDATES, self.model.vocab_size)
 
-    def _queue_model(self, slot: InputSlot, segments: Sequence[Segment], fill: int, outputs: Outputs) -> None:
+    def _queue_model(self, slot: InputSlot, columns: Columns, fill: int, outputs: Outputs) -> None:
         try:
             source = slot.number if self._zero_copy else 0
-            results = self._run_model(self._batch(source, segments, fill), outputs.num_candidates)
+            results = self._run_model(self._batch(source, columns, fill), outputs.num_candidates)
             if self._zero_copy:
                 check_inputs(self.device, slot.bytes, self.layout, self._block, self._step_counter, self._record)
         finally:
@@ -380,13 +423,11 @@ class Executor:
             self.device.copy_to_pinned(array, target)
         self.device.copy_to_pinned(self._record, outputs.record)
 
-    def _fill(self, segments: Sequence[Segment]) -> int:
+    def _fill(self, columns: Columns) -> int:
         """Tokens of nobody in a step in which many sequences decode, so that steps of similar numbers of sequences have
         one shape and share a recording. None for recurrent layers, which have no state for them."""
-        count = len(segments)
-        if count <= FEW_SEQS or self.device.target is None or self.cache.recurrent is not None:
-            return 0
-        if any(len(segment.token_ids) != 1 or segment.num_outputs != 1 for segment in segments):
+        count = len(columns.seqs)
+        if count <= FEW_SEQS or self.device.target is None or self.cache.recurrent is not None or not columns.decodes:
             return 0
         grain = FEW_SEQS if count <= 8 * FEW_SEQS else 2 * FEW_SEQS
         return min(-count % grain, self.layout.max_seqs - count, self.layout.max_tokens - count)
@@ -399,17 +440,16 @@ class Executor:
         views.row_ids[rest] = views.out_places[rest] = -1
         views.out_tokens[rest] = range(rest.start, rest.stop)
 
-    def _batch(self, slot: int, segments: Sequence[Segment], fill: int = 0) -> Batch:
-        counts = [len(segment.token_ids) for segment in segments]
-        longest, rows = max(counts), [s.start + len(s.token_ids) for s in segments]
+    def _batch(self, slot: int, columns: Columns, fill: int = 0) -> Batch:
+        longest, rows = int(columns.counts.max()), columns.starts + columns.counts
         return Batch(
             inputs=self._inputs[slot],
-            num_tokens=sum(counts) + fill,
-            num_seqs=len(segments) + fill,
-            num_outputs=sum(segment.num_outputs for segment in segments) + fill,
+            num_tokens=columns.num_tokens + fill,
+            num_seqs=len(columns.seqs) + fill,
+            num_outputs=columns.num_outputs + fill,
             longest=longest,
-            most_rows=_bucket(max(rows)),
-            all_rows=_bucket(sum(rows)) if longest > 1 else 0,
+            most_rows=_bucket(int(rows.max())),
+            all_rows=_bucket(int(rows.sum())) if longest > 1 else 0,
             cache=self.cache,
             workspace=self.workspace,
             record=self._record,
@@ -524,21 +564,16 @@ class Executor:
         while self.is_full:
             self._queued[0].synchronize()
 
-    def _check(self, segments: Sequence[Segment]) -> None:
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
-        if not 0 < num_tokens <= self.layout.max_tokens:
-            raise UsageError(f"a ubatch of {num_tokens} tokens; the limit is {self.layout.max_tokens}")
-        if len(segments) > self.layout.max_seqs:
-            raise UsageError(f"a ubatch of {len(segments)} sequences; the limit is {self.layout.max_seqs}")
-        self.check_tokens([token for segment in segments for token in segment.token_ids])
-        if max(max(segment.place, segment.source) for segment in segments) >= self.layout.max_seqs:
+    def _check(self, columns: Columns) -> None:
+        if not 0 < columns.num_tokens <= self.layout.max_tokens:
+            raise UsageError(f"a ubatch of {columns.num_tokens} tokens; the limit is {self.layout.max_tokens}")
+        if len(columns.seqs) > self.layout.max_seqs:
+            raise UsageError(f"a ubatch of {len(columns.seqs)} sequences; the limit is {self.layout.max_seqs}")
+        self.check_tokens(columns.token_ids)
+        if max(columns.places.max(), columns.sources.max()) >= self.layout.max_seqs:
             raise UsageError(f"places end at {self.layout.max_seqs - 1}")
-        if any(segment.source >= 0 and len(segment.token_ids) != 1 for segment in segments):
+        if (columns.counts[columns.sources >= 0] != 1).any():
             raise UsageError("a segment with a source has one token")
-
-    def keeps_tokens(self, segments: Sequence[Segment]) -> bool:
-        """Whether a step of these segments leaves tokens at their places: where candidates are chosen on the device."""
-        return bool(self._num_candidates(segments))
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise UsageError unless every id is a row of the token embedding."""
@@ -546,34 +581,33 @@ class Executor:
             bad = next(token for token in token_ids if not 0 <= token < self.model.vocab_size)
             raise UsageError(f"token id {bad} is not in 0..{self.model.vocab_size - 1}")
 
-    def _write_inputs(self, slot: InputSlot, views: InputViews, segments: Sequence[Segment]) -> None:
-        """A step of hundreds of sequences takes a few milliseconds: what is done for each of them is little."""
+    def _write_inputs(self, slot: InputSlot, views: InputViews, columns: Columns) -> None:
         views.head_serial[0] = views.tail_serial[0] = self._serial + 1
-        num_seqs = len(segments)
-        counts, starts, seq_ids, wanted, places = np.array(
-            [(len(s.token_ids), s.start, s.seq.seq_id, s.num_outputs, s.place) for s in segments], np.int64
-        ).T
-        ends = np.cumsum(counts)
-        total = int(ends[-1])
+        num_seqs, total = len(columns.seqs), columns.num_tokens
+        starts, counts, ends = columns.starts, columns.counts, columns.ends
         views.cu_seqlens[0] = 0
         views.cu_seqlens[1 : num_seqs + 1] = ends
         views.cu_seqlens[num_seqs + 1 :] = total
         positions = np.arange(total) + np.repeat(starts - ends + counts, counts)
-        views.token_ids[:total] = [token if s.source < 0 else -1 - s.source for s in segments for token in s.token_ids]
+        sources = np.repeat(columns.sources, counts)
+        views.token_ids[:total] = np.where(sources < 0, columns.token_ids, -1 - sources)
         views.positions[:total] = positions
         views.token_seq[:total] = np.repeat(np.arange(num_seqs), counts)
-        views.row_ids[:total] = self._row_ids(segments, positions, ends)
-        self._write_outputs(views, ends, wanted, places)
+        views.row_ids[:total] = self._row_ids(columns, positions)
+        self._write_outputs(views, ends, columns.wanted, columns.places)
         views.kv_lens[:num_seqs] = starts + counts
+        seq_ids = [*map(_SEQ_ID, columns.seqs)]
         views.seq_ids[:num_seqs] = seq_ids
-        self._write_tables(slot, views, segments)
+        self._write_tables(slot, views, columns.seqs, seq_ids)
 
-    def _row_ids(self, segments: Sequence[Segment], positions: np.ndarray, ends: np.ndarray) -> np.ndarray | list[int]:
-        if len(positions) == len(segments):
-            size = self.cache.page_size
-            return [s.seq.pages[s.start // size] * size + s.start % size for s in segments]
+    def _row_ids(self, columns: Columns, positions: np.ndarray) -> np.ndarray:
+        seqs, ends = columns.seqs, columns.ends
+        if len(positions) == len(seqs):
+            index, row = np.divmod(positions, self.cache.page_size)
+            pages = np.array([*map(getitem, map(_PAGES, seqs), index.tolist())], np.int64)
+            return pages * self.cache.page_size + row
         parts = np.split(positions, ends[:-1])
-        return np.concatenate([self.cache.row_ids(s.seq, part) for s, part in zip(segments, parts, strict=True)])
+        return np.concatenate([self.cache.row_ids(seq, part) for seq, part in zip(seqs, parts, strict=True)])
 
     @staticmethod
     def _write_outputs(views: InputViews, ends: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> None:
@@ -585,19 +619,22 @@ class Executor:
         has_some = wanted > 0
         views.out_places[stops[has_some] - 1] = places[has_some]
 
-    def _write_tables(self, slot: InputSlot, views: InputViews, segments: Sequence[Segment]) -> None:
+    def _write_tables(
+        self, slot: InputSlot, views: InputViews, seqs: Sequence[SequenceKV], seq_ids: Sequence[int]
+    ) -> None:
         """Pages and states. A slot keeps the pages that it was given before: an epoch is given out once, so the number
         of pages and the last one's epoch say which pages of a sequence they are."""
-        known = slot.tables if self._hooks.corrupt is None else {}
-        for index, segment in enumerate(segments):
-            seq = segment.seq
-            epochs = seq.epochs
-            count = len(epochs)
-            table = (seq.seq_id, count, epochs[-1])
-            if known.get(index) != table:
-                views.page_table[index, :count] = seq.pages
-                views.page_epochs[index, :count] = epochs
-                known[index] = table
+        epochs = [*map(_EPOCHS, seqs)]
+        tables = [*zip(seq_ids, map(len, epochs), map(_LAST, epochs), strict=True)]
+        known = slot.tables if self._hooks.corrupt is None else []
+        known += [_NO_TABLE] * (len(tables) - len(known))
+        if known[: len(tables)] != tables:
+            for index, (table, there) in enumerate(zip(tables, known, strict=False)):
+                if table != there:
+                    views.page_table[index, : table[1]] = seqs[index].pages
+                    views.page_epochs[index, : table[1]] = epochs[index]
+                    known[index] = table
+        for index, seq in enumerate(seqs if self.cache.recurrent is not None else ()):
             if (state := seq.state) is not None:
                 views.state_rows[index], views.state_epochs[index] = state.row, state.epoch
 

@@ -24,7 +24,7 @@ class InputSlot:
         self._pinned = device.pinned(layout.num_bytes)
         self._pinned.writable()[:] = 0
         self.number = number
-        self.tables: dict[int, tuple[int, int, int]] = {}
+        self.tables: list[tuple[int, int, int]] = []
         self._device = device
         self._layout = layout
         self._views: InputViews | None = None

@@ -297,7 +297,10 @@ class KVCache:
 
     def publish(self, seq: SequenceKV, length: int) -> None:
         """The first `length` rows were read clean: they may be shared."""
-        seq.num_clean = max(seq.num_clean, min(length, seq.length))
+        if length > seq.length:
+            length = seq.length
+        if length > seq.num_clean:
+            seq.num_clean = length
 
     def allocate(self) -> tuple[int, int]:
         """A free page, of which there must be one, and the fresh epoch under which its rows will be written. It has one

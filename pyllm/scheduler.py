@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
 from pyllm.executor import Executor, Logits, Segment, Step
@@ -24,10 +25,11 @@ from pyllm.overflow import Overflow
 from pyllm.prompt_cache.index import PrefixIndex, Taken
 from pyllm.prompt_cache.state_saving import save_end_of_turn, save_state, up_to_checkpoint
 from pyllm.request import Request
-from pyllm.sampling import plain_sampled
+from pyllm.sampling import Sampled, plain_sampled
 
 STARTED_TOGETHER = 16  # a part of all sequences so small
 _UNKNOWN = (0,)  # in the place of a token that only the device knows
+_new_segment = partial(tuple.__new__, Segment)  # from a tuple of its fields; made hundreds of times a step
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
 
 
@@ -87,7 +89,7 @@ class Scheduler:
         self._ended: deque[Request] = deque()
         self._busy = False
         self._num_added = 0
-        self._interrupted_up_to = 0
+        self._interrupted_up_to = self._num_interrupted = 0  # as asked for, and as done
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -184,9 +186,13 @@ class Scheduler:
     # choosing
 
     def _check_interrupt(self) -> None:
+        up_to = self._interrupted_up_to
+        if up_to == self._num_interrupted:
+            return
         for request in [*self._running, *self._waiting]:
-            if request.number <= self._interrupted_up_to:
+            if request.number <= up_to:
                 self._end(request, "interrupted")
+        self._num_interrupted = up_to
 
     def _admit(self) -> None:
         """Start waiting requests while there are sequences and pages for them.
@@ -194,8 +200,9 @@ class Scheduler:
         Of many sequences several start together: a step with a prompt has a shape of its own, which takes the host
         longer than one in which all decode.
         """
-        if self._running and self._n_seqs - len(self._running) < self._least_free:
+        if not self._waiting or (self._running and self._n_seqs - len(self._running) < self._least_free):
             return
+        places = sorted({*range(self._n_seqs)} - {other.place for other in self._running}, reverse=True)
         while self._waiting and len(self._running) < self._n_seqs:
             request = self._waiting[0]
             usable = self._cache.num_pages - len(self._cache.quarantined)
@@ -215,7 +222,7 @@ class Scheduler:
             request.ready, request.saved_at = known.ready, kv.length
             if not request.num_generated:
                 request.num_cached = kv.length
-            request.place = min(set(range(self._n_seqs)) - {other.place for other in self._running})
+            request.place = places.pop()  # the lowest
             request.logits.clear()
             self._running.append(request)
 
@@ -265,35 +272,44 @@ class Scheduler:
         room = self._ubatch_size
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
         chosen: list[tuple[Request, Segment]] = []
-        decoding: list[Request] = []
         others: list[Request] = []
-        for request in self._running:
+        for request in [*self._running]:
             kv = request.kv
             if kv is None or request.finish_reason or (request.ready is not None and not self._is_ready(request)):
+                continue  # it may have given way by now
+            num_pending = len(request.token_ids) - kv.length
+            if num_pending > 1:
+                others.append(request)  # decoding first, then by age
+            elif not room:
                 continue
-            (decoding if len(request.token_ids) - kv.length <= 1 else others).append(request)
-        for request in (*decoding, *others):  # decoding first, then by age
-            kv = request.kv
-            if kv is None or request.finish_reason or room == 0:  # it may have given way by now
-                continue
-            if kv.length >= len(request.token_ids):
-                if request.is_kept and self._can_run_ahead(request, kv) and self._cache.extend(kv, 1):
-                    given = (kv, kv.length - 1, _UNKNOWN, 1, request.whole_rows, request.place, request.place)
-                    chosen.append((request, Segment(*given)))
-                    room -= 1
-                continue
-            count = min(request.num_pending, room)
-            if self._index is not None:
-                count = up_to_checkpoint(request, count)
-            if request.sampler is None:
-                count = min(count, output_room)
-            if count == 0 or not self._make_room(request, count, chosen):
-                continue
-            segment = self._segment(request, count)
-            chosen.append((request, segment))
-            room -= count
-            output_room -= segment.num_outputs
+            elif num_pending == 1:
+                if (segment := self._known_tokens(request, room, output_room, chosen)) is not None:
+                    chosen.append((request, segment))
+                    room, output_room = room - 1, output_room - segment.num_outputs
+            elif request.is_kept and self._can_run_ahead(request, kv) and self._cache.extend(kv, 1):
+                given = (kv, kv.length - 1, _UNKNOWN, 1, request.whole_rows, request.place, request.place)
+                chosen.append((request, _new_segment(given)))
+                room -= 1
+        for request in others:
+            if room and (segment := self._known_tokens(request, room, output_room, chosen)) is not None:
+                chosen.append((request, segment))
+                room, output_room = room - len(segment.token_ids), output_room - segment.num_outputs
         return chosen
+
+    def _known_tokens(
+        self, request: Request, room: int, output_room: int, chosen: list[tuple[Request, Segment]]
+    ) -> Segment | None:
+        """Tokens of a request that the host knows, as many as there is room for; None where there is none."""
+        if request.kv is None or request.finish_reason:
+            return None  # it has given way
+        count = min(request.num_pending, room)
+        if self._index is not None:
+            count = up_to_checkpoint(request, count)
+        if request.sampler is None:
+            count = min(count, output_room)
+        if count == 0 or not self._make_room(request, count, chosen):
+            return None
+        return self._segment(request, count)
 
     @staticmethod
     def _is_ready(request: Request) -> bool:
@@ -363,9 +379,7 @@ class Scheduler:
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
         """Queue a ubatch; returns its tokens. One that cannot be queued ends its requests, and no others."""
-        requests = tuple(request for request, _ in chosen)
-        segments = [segment for _, segment in chosen]
-        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        requests, segments = zip(*chosen, strict=True)
         try:
             step = self._executor.submit(segments)
         except DeviceError:
@@ -374,14 +388,15 @@ class Scheduler:
             for request in requests:
                 self._end(request, "error", as_pyllm_error(error))
             return 0
-        self._in_flight.append(QueuedStep(step, requests, num_tokens))
-        keeps = self._runs_ahead and self._executor.keeps_tokens(segments)
+        self._in_flight.append(QueuedStep(step, requests, step.num_tokens))
+        keeps = self._runs_ahead and step.keeps
+        saves_states = self._index is not None and self._cache.recurrent is not None
         for request, segment in chosen:
-            request.num_submitted = segment.start + len(segment.token_ids)
+            request.num_submitted = segment.seq.length
             request.is_kept = keeps and segment.place >= 0
-            if self._index is not None and self._cache.recurrent is not None:
+            if saves_states:
                 save_state(self._cache, request)
-        return num_tokens
+        return step.num_tokens
 
     # taking results
 
@@ -421,25 +436,33 @@ class Scheduler:
 
     def _sample(self, request: Request, logits: Logits, row: int, best: int | None) -> None:
         """Choose a token by a row, of which `best` is the likeliest, as far as that is known."""
-        assert request.sampler is not None and request.params is not None
-        if not request.params.takes_best:
-            best = request.sampler.sample_among(logits.values[row], logits.ids[row]) if logits.ids is not None else None
-        if best is None:
-            whole = logits.rows(row, row + 1)[0, : self._num_tokens]
-            sampled = request.sampler.sample(whole, request.token_ids)
-        else:
+        params = request.params
+        assert params is not None
+        if best is not None and params.takes_best:
             sampled = plain_sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
-        token_ids, most = request.token_ids, request.params.max_tokens
+        else:
+            sampled = self._drawn(request, logits, row)
+        token, token_ids = sampled.token, request.token_ids
         if len(token_ids) == request.num_prompt:
             request.first_token_at = time.perf_counter()
-        token_ids.append(sampled.token)
+        token_ids.append(token)
         request.emitted.append(sampled)
-        if self._is_end(sampled.token) and not request.params.ignore_eos:
+        length, most = len(token_ids), params.max_tokens
+        if self._is_end(token) and not params.ignore_eos:
             self._end(request, "stop")
-        elif most is not None and len(token_ids) >= request.num_prompt + most:
+        elif most is not None and length >= request.num_prompt + most:
             self._end(request, "length")
-        elif len(token_ids) >= self._ctx_size:
+        elif length >= self._ctx_size:
             self._end_of_context(request)
+
+    def _drawn(self, request: Request, logits: Logits, row: int) -> Sampled:
+        """The sampler's choice."""
+        assert request.sampler is not None and request.params is not None
+        if not request.params.takes_best and logits.ids is not None:
+            token = request.sampler.sample_among(logits.values[row], logits.ids[row])
+            if token is not None:
+                return plain_sampled(token)
+        return request.sampler.sample(logits.rows(row, row + 1)[0, : self._num_tokens], request.token_ids)
 
     def _end_of_context(self, request: Request) -> None:
         """No token has room behind the one that was just sampled."""
