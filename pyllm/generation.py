@@ -45,6 +45,7 @@ class Generation:
         assert request.params is not None
         self._request = request
         self._text = TextStream(tokenizer, request.params.stop)
+        self._has_stop = bool(request.params.stop)
         self._end = end
         self._is_over = False
 
@@ -52,6 +53,11 @@ class Generation:
     def has_news(self) -> bool:
         """Whether `take` can return something, or raise what went wrong."""
         return bool(self._request.emitted) or self._request.finish_reason is not None
+
+    def is_due(self, most: int) -> bool:
+        """Whether it has ended, or has brought so many tokens that were not taken yet."""
+        request = self._request
+        return request.finish_reason is not None or len(request.emitted) >= most
 
     def take(self) -> Chunk | None:
         """The next chunk; None when there is none yet, or none any more.
@@ -88,16 +94,23 @@ class Generation:
         Raises:
             PyllmError: as `take`.
         """
-        request, push = self._request, self._text.push
+        request = self._request
         emitted = request.emitted
         if self._is_over or not (emitted or request.finish_reason is not None):
             return None
-        texts, count = [], 0
-        while emitted:
-            token = emitted.popleft().token
-            texts.append(push(token))
+        tokens = [emitted.popleft().token for _ in range(len(emitted))]
+        if tokens and not self._has_stop and marks.keys().isdisjoint(tokens):
+            text, reason = self._text.push_all(tokens), self._last_reason()
+            if reason:
+                text += self._text.flush()
+                self.close(reason)
+            return text, len(tokens), reason
+        texts, count = list[str](), 0
+        for token in tokens:
+            texts.append(self._text.push(token))
             count += 1
-            reason = "stop" if self._text.stopped else None if emitted else self._last_reason()
+            is_last = count == len(tokens)
+            reason = "stop" if self._text.stopped else self._last_reason() if is_last else None
             if reason and not self._text.stopped:
                 texts.append(self._text.flush())
             if token in marks:

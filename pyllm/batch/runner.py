@@ -28,12 +28,15 @@ from pyllm.sampling import SamplingParams
 
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
+_AT_ONCE = 16  # tokens of a line that are taken together, unless a stop string may be among them
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
 
 
 class Generating(Protocol):
     """A generation that was begun, see `pyllm.generation.Generation`."""
+
+    def is_due(self, most: int) -> bool: ...
 
     def take(self) -> Chunk | None: ...
 
@@ -105,6 +108,7 @@ class _Running:
     generation: Generating
     thinks: bool
     num_known: int
+    at_once: int
     texts: list[str] = field(default_factory=list)
     tokens: list[Chunk] = field(default_factory=list)
     num_tokens: int = 0
@@ -166,7 +170,7 @@ class Runner:
                     return True
                 if not self._is_idle and not self._is_stopping:
                     moved = self._advance()
-                    if not self._collect() and not moved:
+                    if not self._collect(all_of_it=not moved) and not moved:
                         raise PyllmError("the engine has nothing to do, but lines are not answered: please report this")
                 self.tally.seconds = time.perf_counter() - started
                 self._on_progress(self.tally)
@@ -222,7 +226,8 @@ class Runner:
             self._write_error(prepared.job.ticket, as_line_error(error))
             return
         num_known = self._prefixes.known(prepared.ids)
-        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known))
+        at_once = 1 if prepared.job.params.stop else _AT_ONCE
+        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known, at_once))
 
     def _prepare(self, entry: Entry) -> None:
         ticket = Ticket(entry.line, None, self._usual)
@@ -282,11 +287,11 @@ class Runner:
 
     # collecting
 
-    def _collect(self) -> bool:
-        """Take what has come and write what is complete; False when nothing had come."""
+    def _collect(self, all_of_it: bool) -> bool:
+        """Take what has come, all of it or what is due, and write what is complete; False when nothing was taken."""
         before = self.tally.completion_tokens, len(self._running), self._ahead
         self._take_ahead()
-        for running in [*self._running]:
+        for running in [one for one in self._running if one.generation.is_due(1 if all_of_it else one.at_once)]:
             try:
                 reason = self._take(running)
             except DeviceError:

@@ -16,7 +16,12 @@ class StubGeneration:
     def __init__(self, engine: StubLLM, words: list[str], params: SamplingParams) -> None:
         self.engine, self.words, self.params = engine, words, params
         self.steps = self.said = 0
+        self.limit = params.max_tokens or len(words)
         self.closed = False
+
+    def is_due(self, most: int) -> bool:
+        waiting = self.words[self.said : self.steps]
+        return len(waiting) >= most or "BOOM" in waiting or self.steps >= min(self.limit, len(self.words))
 
     def take(self) -> Chunk | None:
         if self.closed or self.said >= self.steps:
@@ -26,8 +31,7 @@ class StubGeneration:
             self.close()
             raise PyllmError("it went boom")
         self.said += 1
-        limit = self.params.max_tokens or len(self.words)
-        reason = "stop" if self.said == len(self.words) else "length" if self.said == limit else None
+        reason = "stop" if self.said == len(self.words) else "length" if self.said == self.limit else None
         if reason:
             self.close()
         text = word if self.said == 1 else f" {word}"
