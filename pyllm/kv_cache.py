@@ -55,7 +55,7 @@ class LayerCache:
     counters: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class SequenceKV:
     """The rows of one sequence, and its recurrent state where the model has recurrent layers.
 

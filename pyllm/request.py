@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from pyllm.kv_cache import SequenceKV
 from pyllm.sampling import Sampled, Sampler, SamplingParams
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # hundreds are looked at in each step: what is small stays in the host's caches
 class Request:
     """One sequence from its prompt to its end. The scheduler owns it while it runs.
 
@@ -42,6 +41,7 @@ class Request:
         emitted: generated tokens that the caller has not taken yet.
         logits: logits of every position, in pieces, when there is no sampler.
         finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
+        whole_rows: choosing takes more of a row of logits than its candidates.
         error: why it ended, with "error".
         first_token_at, started_at, ended_at: seconds of time.perf_counter().
     """
@@ -71,11 +71,10 @@ class Request:
     started_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
+    whole_rows: bool = field(init=False)
 
-    @cached_property
-    def whole_rows(self) -> bool:
-        """Whether choosing takes more of a row of logits than its candidates."""
-        return self.params is None or not self.params.chooses_among(CANDIDATES)
+    def __post_init__(self) -> None:
+        self.whole_rows = self.params is None or not self.params.chooses_among(CANDIDATES)
 
     @property
     def num_pending(self) -> int:

@@ -102,7 +102,7 @@ class _Prepared:
     thinks: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Running:
     job: Job
     generation: Generating
