@@ -23,7 +23,7 @@ class EngineOptions:
     """How an engine is set up; see `LLM`."""
 
     ctx_size: int = 4096
-    batch_size: int = 2048
+    batch_size: int | None = None
     ubatch_size: int | None = None
     kv_type: str = "f16"
     n_seqs: int = 1
@@ -47,7 +47,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("ctx_size", "batch_size", "ubatch_size", "n_seqs", "inflight", "page_size", "kv_trace_every"):
             value = getattr(self, name)
-            if value is None and name in ("inflight", "ubatch_size"):
+            if value is None and name in ("inflight", "batch_size", "ubatch_size"):
                 continue
             if type(value) is not int or not 1 <= value <= MAX_OPTION:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {MAX_OPTION}")

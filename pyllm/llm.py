@@ -48,6 +48,7 @@ from pyllm.scheduler import Scheduler
 from pyllm.tokenizer import Tokenizer
 
 TAG_BYTES = 4  # beside each row of each layer
+LEAST_BATCH = 2048  # tokens
 
 Progress = Callable[[int, int], None]
 PrefillProgress = Callable[[int, int, int], None]
@@ -63,7 +64,7 @@ class LLM:
         path: a GGUF file.
         device: "auto" (the GPU where CuPy finds one), "gpu", "cpu", or "emulated" (for tests).
         ctx_size: tokens that one sequence may hold; at most what the model was trained for.
-        batch_size: tokens that may be queued on the device at once.
+        batch_size: tokens that may be queued on the device at once; default: two ubatches, at least 2,048.
         ubatch_size: tokens that run through the model together; default: 512 on the CPU, 2,048 on a GPU.
         kv_type: storage of K and V rows, "f16", "f32", "bf16", "q8_0" (half of f16) or "q4_0" (a quarter).
         n_seqs: sequences that run at the same time, each with `ctx_size` tokens of its own.
@@ -106,7 +107,7 @@ class LLM:
         path: str | os.PathLike[str],
         device: str = "auto",
         ctx_size: int = 4096,
-        batch_size: int = 2048,
+        batch_size: int | None = None,
         ubatch_size: int | None = None,
         kv_type: str = "f16",
         n_seqs: int = 1,
@@ -244,7 +245,7 @@ class LLM:
             self._executor,
             self._cache,
             self.ctx_size,
-            options.batch_size,
+            options.batch_size or max(LEAST_BATCH, 2 * ubatch_size),
             ubatch_size,
             options.n_seqs,
             self.tokenizer.eog_ids.__contains__,
@@ -360,6 +361,15 @@ class LLM:
             found = self._scheduler.step()
         self._guests.give_way()
         return found
+
+    def start_prompts(self) -> None:
+        """Let the device begin with the prompts that were queued, if these are many, while the caller prepares more.
+
+        Raises:
+            DeviceError: the device failed; nothing can go on.
+        """
+        with self._lock:
+            self._scheduler.start_prompts()
 
     def _request(
         self, prompt: str | Sequence[int], params: SamplingParams | None, turn_start: int | None = None

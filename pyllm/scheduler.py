@@ -88,6 +88,7 @@ class Scheduler:
         self._in_flight: deque[QueuedStep] = deque()
         self._ended: deque[Request] = deque()
         self._busy = False
+        self._is_filling = False  # the caller adds requests one after the other, see `start_prompts`
         self._num_added = 0
         self._interrupted_up_to = self._num_interrupted = 0  # as asked for, and as done
 
@@ -145,6 +146,7 @@ class Scheduler:
             with self._undisturbed():
                 self._check_interrupt()
                 self._admit()
+                self._is_filling = False
                 queued = self._queue_ubatches()
             if not queued:
                 waited = self._wait()  # Ctrl-C may break it: nothing is half done here
@@ -156,6 +158,29 @@ class Scheduler:
             self._fail(error)
             raise
         return queued or collected or waited
+
+    def start_prompts(self) -> None:
+        """For callers that are about to add more: start what waits, and queue a ubatch of prompts where they fill one,
+        so that the device computes meanwhile. What decodes waits: its steps are the better the more they are, and
+        ubatches of prompts alone have few shapes.
+
+        Raises:
+            DeviceError: the device failed; no request can go on.
+        """
+        try:
+            with self._undisturbed():
+                self._check_interrupt()
+                self._is_filling = True
+                self._admit()
+                self._collect_done()
+                pending = sum(count for request in self._running if (count := request.num_pending) > 1)
+                tokens = sum(entry.num_tokens for entry in self._in_flight)
+                has_room = tokens + self._ubatch_size <= self._batch_size
+                if pending >= self._ubatch_size and has_room and not self._executor.is_full:
+                    self._queue_one(prompts_only=True)
+        except DeviceError as error:
+            self._fail(error)
+            raise
 
     def _wait(self) -> bool:
         """For the oldest step; where there is none, for a sequence that is being restored. False: for nothing."""
@@ -197,10 +222,11 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting requests while there are sequences and pages for them.
 
-        Of many sequences several start together: a step with a prompt has a shape of its own, which takes the host
-        longer than one in which all decode.
+        Of many sequences several start together, unless more are about to come: a step with a prompt has a shape of its
+        own, which takes the host longer than one in which all decode.
         """
-        if not self._waiting or (self._running and self._n_seqs - len(self._running) < self._least_free):
+        least_free = 1 if self._is_filling else self._least_free
+        if not self._waiting or (self._running and self._n_seqs - len(self._running) < least_free):
             return
         places = sorted({*range(self._n_seqs)} - {other.place for other in self._running}, reverse=True)
         while self._waiting and len(self._running) < self._n_seqs:
@@ -256,18 +282,23 @@ class Scheduler:
             has_room = tokens + self._ubatch_size <= self._batch_size or not tokens
             if not has_room and any(request.num_pending > 1 for request in self._running):
                 break  # what decodes goes along with the next piece of the prompt
-            try:
-                chosen = self._choose()
-                if not chosen:
-                    break
-                tokens += self._submit(chosen)
-            except BaseException:
-                self._put_back_unqueued()
-                raise
+            count = self._queue_one()
+            if count is None:
+                break
+            tokens += count
             queued = True
         return queued
 
-    def _choose(self) -> list[tuple[Request, Segment]]:
+    def _queue_one(self, prompts_only: bool = False) -> int | None:
+        """Queue one ubatch; returns its tokens, None when there is nothing to compute."""
+        try:
+            chosen = self._choose(prompts_only)
+            return self._submit(chosen) if chosen else None
+        except BaseException:
+            self._put_back_unqueued()
+            raise
+
+    def _choose(self, prompts_only: bool) -> list[tuple[Request, Segment]]:
         """Segments of the next ubatch, with room for their rows; the youngest sequences give way when pages run out."""
         room = self._ubatch_size
         output_room = max(1, MAX_LOGITS_BYTES // (4 * self._executor.model.vocab_size))
@@ -280,7 +311,7 @@ class Scheduler:
             num_pending = len(request.token_ids) - kv.length
             if num_pending > 1:
                 others.append(request)  # decoding first, then by age
-            elif not room:
+            elif not room or prompts_only:
                 continue
             elif num_pending == 1:
                 if (segment := self._known_tokens(request, room, output_room, chosen)) is not None:
@@ -438,10 +469,9 @@ class Scheduler:
         """Choose a token by a row, of which `best` is the likeliest, as far as that is known."""
         params = request.params
         assert params is not None
-        if best is not None and params.takes_best:
-            sampled = plain_sampled(best)  # what the sampler would choose, without a row as long as the vocabulary
-        else:
-            sampled = self._drawn(request, logits, row)
+        # The likeliest is what the sampler would choose, without a row as long as the vocabulary.
+        is_known = best is not None and params.takes_best
+        sampled = plain_sampled(best) if is_known else self._drawn(request, logits, row)
         token, token_ids = sampled.token, request.token_ids
         if len(token_ids) == request.num_prompt:
             request.first_token_at = time.perf_counter()

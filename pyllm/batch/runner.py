@@ -29,6 +29,7 @@ from pyllm.sampling import SamplingParams
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
 _AT_ONCE = 16  # tokens of a line that are taken together, unless a stop string may be among them
+_PART = 32  # lines that are encoded before the device is given them
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
 
@@ -62,6 +63,8 @@ class Engine(Protocol):
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]: ...
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Generating: ...
+
+    def start_prompts(self) -> None: ...
 
     def advance(self) -> bool: ...
 
@@ -194,13 +197,32 @@ class Runner:
     # beginning
 
     def _begin_more(self, entries: Feed) -> None:
-        """Fill the places; one more line is read, so that the last one is compared with what follows it."""
-        while len(self._running) + len(self._prepared) <= self._places and not self._is_stopping:
+        """Fill the places, part by part, so that a device has prompts to compute while others are encoded."""
+        while not self._is_stopping:
+            is_last = self._prepare_part(entries)
+            self._begin_prepared(is_last)
+            if is_last or self._ahead is not None:
+                return
+            began = time.perf_counter()
+            self._engine.start_prompts()
+            self.tally.engine_seconds += time.perf_counter() - began
+
+    def _prepare_part(self, entries: Feed) -> bool:
+        """Encode some lines; returns whether there are no more for now. One more than there are places is read, so that
+        the last one is compared with what follows it."""
+        for _ in range(_PART):
+            if len(self._running) + len(self._prepared) > self._places or self._is_stopping:
+                return True
             entry = entries.next(wait=self._is_idle)
             if entry is None:
-                break
+                return True
             self._prepare(entry)
+        return False
+
+    def _begin_prepared(self, is_last: bool) -> None:
         while self._prepared and len(self._running) < self._places and self._ahead is None:
+            if len(self._prepared) == 1 and not is_last:
+                return  # it is compared with what follows it
             if len(self._prepared) > 1 and self._compute_ahead(self._prepared[0].ids, self._prepared[1].ids):
                 return
             self._begin(self._prepared.popleft())

@@ -195,7 +195,7 @@ def engine_options(ctx_size: str) -> Callable[[Command], Command]:
     """The options, with a help text for -c."""
     return _together(
         click.option("-c", "--ctx-size", type=SIZE, help=ctx_size),
-        click.option("-b", "--batch-size", type=SIZE, help="Tokens queued on the device at once. [default: 2048]"),
+        click.option("-b", "--batch-size", type=SIZE, help="Tokens queued at once. [default: 2048; on a GPU 4096]"),
         click.option("-ub", "--ubatch-size", type=SIZE, help="Tokens computed together. [default: 512; on a GPU 2048]"),
         click.option(
             "--kv-type",

@@ -23,6 +23,7 @@ class Node:
         page, epoch: where they lie on the device, and the tag that they carry; page -1: not there.
         start: position of the first of them.
         used: when it was used last; parents at least as late as their children.
+        parts: those of the children whose pages are not full.
         states: checkpoints by position, from start + 1 to the end of the page's tokens.
         host: a copy in the host's memory.
         ready: the page may be computed with when this event has completed; None: at once.
@@ -35,6 +36,7 @@ class Node:
     start: int = 0
     used: int = 0
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    parts: dict[tuple[int, ...], Node] = field(default_factory=dict)
     states: dict[int, Checkpoint] = field(default_factory=dict)
     host: HostPage | None = None
     ready: Event | None = None
@@ -126,34 +128,42 @@ class Tree:
         known = self._drop_covered(node, tokens)
         child = Node(tokens, page, epoch, node, node.start + len(node.tokens), states=known)
         node.children[tokens] = child
+        if len(tokens) < self._page_size:
+            node.parts[tokens] = child
         return child, True
 
     def remove(self, node: Node) -> None:
         """Take a node and all below it out."""
         if node.parent is not None:
             node.parent.children.pop(node.tokens, None)
+            node.parent.parts.pop(node.tokens, None)
             node.parent = None
         stack = [node]
         while stack:
             one = stack.pop()
             stack.extend(one.children.values())
             one.children.clear()
+            one.parts.clear()
             one.parent = None
             self._give_up(one)
 
-    @staticmethod
-    def _covering(node: Node, tokens: tuple[int, ...]) -> Node | None:
+    def _covering(self, node: Node, tokens: tuple[int, ...]) -> Node | None:
         """A child that holds these tokens and more."""
+        if len(tokens) == self._page_size:
+            return None
         return next((child for child in node.children.values() if child.tokens[: len(tokens)] == tokens), None)
 
     def _drop_covered(self, node: Node, tokens: tuple[int, ...]) -> dict[int, Checkpoint]:
         """Drop children that hold nothing but a beginning of these tokens; returns their checkpoints."""
         states: dict[int, Checkpoint] = {}
-        for child in list(node.children.values()):
-            if tokens[: len(child.tokens)] == child.tokens:
-                states |= child.states
-                child.states.clear()
-                self.remove(child)
+        covered = [child for child in node.parts.values() if tokens[: len(child.tokens)] == child.tokens]
+        same = node.children.get(tokens)
+        if same is not None and same not in covered:
+            covered.append(same)
+        for child in covered:
+            states |= child.states
+            child.states.clear()
+            self.remove(child)
         return states
 
 

@@ -60,6 +60,7 @@ class StubLLM:
 
     Attributes:
         begun: what it was asked, with how.
+        started: how many had been begun each time that prompts were to be started.
         most_open: so many generations were open at the same time.
         keeps: say that something of each prompt was there already.
     """
@@ -76,6 +77,7 @@ class StubLLM:
         self.tokenizer = self
         self.open: list[StubGeneration] = []
         self.begun: list[tuple[list[str], SamplingParams]] = []
+        self.started: list[int] = []
         self.most_open = 0
         self.keeps = False
 
@@ -102,6 +104,9 @@ class StubLLM:
         self.open.append(generation)
         self.most_open = max(self.most_open, len(self.open))
         return generation
+
+    def start_prompts(self) -> None:
+        self.started.append(len(self.begun))
 
     def advance(self) -> bool:
         type(self).during()

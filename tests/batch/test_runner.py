@@ -273,3 +273,12 @@ def test_a_beginning_that_fails_or_does_not_fit(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [{"prompt": f"BOOM {begin} {number}"} for number in range(3)])
     assert batch.run(2, StubLLM(n_seqs=2, ctx_size=1000)).tally.failed == 3
     assert set(batch.by_line().values()) == {"engine_error"}
+
+
+def test_prompts_are_started_while_others_are_encoded(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [{"prompt": f"{number} b c"} for number in range(120)])
+    engine = StubLLM(n_seqs=100)
+    batch.run(100, engine)
+    assert engine.started == [31, 63, 95]  # one of each part waits for what follows it
+    assert batch.by_line() == {number + 1: f"{number} b c" for number in range(120)}
+    assert engine.most_open > 100
