@@ -1,6 +1,6 @@
 # make demo     on a fresh clone: environment, installation, demo model, an answer
 # make test     on a fresh clone: environment, installation, demo model, all tests
-# make test-check the tests of the executor, its memory and the scheduler once more, with assertions on memory
+# make test-unchecked the tests of the executor, its memory and the scheduler once more, without assertions on memory
 # make test-all the same, each case on every kind of emulated GPU instead of on one of them; an hour
 # make test-gpu the tests that use a GPU, on this machine's; needs CuPy
 # make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
@@ -20,13 +20,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 
-CHECK_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena executor zero_copy kv_cache random_schedules scheduler running_ahead)) \
+UNCHECKED_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,memory_check arena executor zero_copy kv_cache random_schedules scheduler running_ahead)) \
     tests/models/test_bit_equal.py tests/models/test_inputs.py
 GPU_TESTS := tests/ops tests/device $(addprefix tests/models/test_,kernel_lives.py inputs.py hybrids_on_gpu.py \
     kept_on_devices.py batch_invariance.py) \
     tests/unit/test_executor.py tests/unit/test_zero_copy.py
 
-.PHONY: demo test test-all test-check test-gpu sanitize lint docs compile compile-all clean
+.PHONY: demo test test-all test-unchecked test-gpu sanitize lint docs compile compile-all clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyllm pull demo > /dev/null
@@ -34,14 +34,14 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	[ "$${PYLLM_OFFLINE:-0}" != 0 ] || $(BIN)/pyllm pull demo > /dev/null
-	$(BIN)/python -m pytest $(PARALLEL) -m "not serial"
-	$(BIN)/python -m pytest -m serial
+	PYLLM_CHECK=1 $(BIN)/python -m pytest $(PARALLEL) -m "not serial"
+	PYLLM_CHECK=1 $(BIN)/python -m pytest -m serial
 
 test-all: $(VENV)/.installed-dev
 	PYLLM_ALL_LIVES=1 $(BIN)/python -m pytest $(PARALLEL)
 
-test-check: $(VENV)/.installed-dev
-	PYLLM_CHECK=1 $(BIN)/python -m pytest $(PARALLEL) $(CHECK_TESTS) -k "not emulated"
+test-unchecked: $(VENV)/.installed-dev
+	PYLLM_CHECK=0 $(BIN)/python -m pytest $(PARALLEL) $(UNCHECKED_TESTS) -k "not emulated"
 
 # The first line fails with one sentence where CuPy or the GPU is missing, and says which GPU it is.
 test-gpu: $(if $(PYTHON),,$(VENV)/.installed-dev)
