@@ -28,7 +28,7 @@ import numpy as np
 
 from pyllm.errors import ContextError, PyllmError, SessionError
 from pyllm.prompt_cache.fingerprint import difference
-from pyllm.prompt_cache.folder import SUFFIX, make_private, remove_partial, session_files
+from pyllm.prompt_cache.folder import LOCK, SUFFIX, make_private, remove_partial, session_files
 from pyllm.prompt_cache.session_file import SessionReader, UnreadableSession
 from pyllm.prompt_cache.sessions import Sessions
 
@@ -36,7 +36,6 @@ DEFAULT_BUDGET = 8 << 30
 LEAST = 64  # tokens: for less, a file is not worth reading or writing
 IDLE = 10.0  # seconds that a conversation is left alone before it is written
 _OWN = re.compile("[0-9a-f]{32}")  # names without SUFFIX
-_LOCK = ".lock"
 
 _log = logging.getLogger("pyllm")
 
@@ -247,7 +246,7 @@ class DiskTier:
     def _locked(self) -> Iterator[None]:
         """Alone among all processes that write here."""
         try:
-            handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise SessionError(f"{self._folder}: the cache cannot be used: {error.strerror}") from error
         try:

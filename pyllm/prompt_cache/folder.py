@@ -11,6 +11,7 @@ from pyllm.hub import models_dir
 
 SUFFIX = ".session"
 PARTIAL = ".partial"  # how names of files that are being written end
+LOCK = ".lock"  # in a folder that several processes share
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 
@@ -47,17 +48,29 @@ def ready_path(name: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only the user can read; one that is there becomes so.
+    """Make a folder that only the user can read. One that is there becomes so, unless it holds files of other programs:
+    others may need those.
 
     Raises:
-        SessionError: it cannot be made.
+        SessionError: it cannot be made, or others can read it and it holds other files.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_mode & 0o077:
-            os.chmod(folder, 0o700)
+        if not folder.stat().st_mode & 0o077:
+            return
+        foreign = next((path.name for path in folder.iterdir() if not _is_ours(path)), None)
+        if foreign is not None:
+            raise SessionError(
+                f"{folder}: others can read this folder, and it holds other files ({foreign[:100]!r}); choose another "
+                "one for sessions, or make it private (chmod 700)"
+            )
+        os.chmod(folder, 0o700)
     except OSError as error:
         raise SessionError(f"{folder}: the folder cannot be made: {error.strerror}") from error
+
+
+def _is_ours(path: Path) -> bool:
+    return path.suffix in (SUFFIX, PARTIAL) or path.name == LOCK
 
 
 def remove_partial(folder: Path) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pyllm.errors import UsageError
+from pyllm.errors import SessionError, UsageError
 from pyllm.llm import LLM
 from pyllm.prompt_cache import disk_tier
-from pyllm.prompt_cache.folder import session_files
+from pyllm.prompt_cache.folder import make_private, session_files
 from pyllm.prompt_cache.session_file import SessionReader
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, reference
@@ -202,3 +202,19 @@ def test_what_cannot_be_read_now_is_not_removed(name: str, tmp_path: Path, monke
         assert llm.stats["cached_tokens"] == 0
         monkeypatch.undo()
     assert path.exists()
+
+
+def test_a_folder_of_other_files_stays_as_open_as_it_is(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    (shared / "notes.txt").write_text("of another program")
+    with pytest.raises(SessionError, match=r"others can read this folder, and it holds other files \('notes.txt'\)"):
+        make_private(shared)
+    assert shared.stat().st_mode & 0o777 == 0o755
+    shared.chmod(0o700)
+    make_private(shared)
+    shared.chmod(0o755)
+    (shared / "notes.txt").rename(shared / "notes.session")
+    make_private(shared)
+    assert shared.stat().st_mode & 0o777 == 0o700
