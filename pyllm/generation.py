@@ -54,10 +54,10 @@ class Generation:
         """Whether `take` can return something, or raise what went wrong."""
         return bool(self._request.emitted) or self._request.finish_reason is not None
 
-    def is_due(self, most: int) -> bool:
-        """Whether it has ended, or has brought so many tokens that were not taken yet."""
-        request = self._request
-        return request.finish_reason is not None or len(request.emitted) >= most
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come; what has come may not be taken yet."""
+        return self._request.finish_reason is not None
 
     def take(self) -> Chunk | None:
         """The next chunk; None when there is none yet, or none any more.

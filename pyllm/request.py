@@ -42,6 +42,7 @@ class Request:
         logits: logits of every position, in pieces, when there is no sampler.
         finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
         whole_rows: choosing takes more of a row of logits than its candidates.
+        takes_best: choosing takes the likeliest token, see `SamplingParams.takes_best`.
         error: why it ended, with "error".
         first_token_at, started_at, ended_at: seconds of time.perf_counter().
     """
@@ -72,9 +73,11 @@ class Request:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     whole_rows: bool = field(init=False)
+    takes_best: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.whole_rows = self.params is None or not self.params.chooses_among(CANDIDATES)
+        self.takes_best = self.params is not None and self.params.takes_best
 
     @property
     def num_pending(self) -> int:

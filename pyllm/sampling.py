@@ -188,7 +188,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A chosen token.
 
@@ -204,7 +204,7 @@ class Sampled:
 
 _COLD = 1e-3  # a temperature
 
-plain_sampled = lru_cache(1 << 12)(Sampled)
+plain_sampled = lru_cache(1 << 15)(Sampled)
 """Tokens without more, made once."""
 
 

@@ -405,7 +405,7 @@ class Scheduler:
         start = kv.length - count
         token_ids = request.token_ids[start : kv.length]
         num_outputs = count if params is None else int(kv.length >= len(request.token_ids))
-        place = request.place if num_outputs and params is not None and params.takes_best else -1
+        place = request.place if num_outputs and request.takes_best else -1
         return Segment(kv, start, token_ids, num_outputs, request.whole_rows, place)
 
     def _submit(self, chosen: list[tuple[Request, Segment]]) -> int:
@@ -445,17 +445,18 @@ class Scheduler:
         self._in_flight.popleft()
         if found:
             self._handle_faults(entry, found)
-        row, best = 0, logits.best(self._num_tokens)
+        row, best, publish, sample = 0, logits.best(self._num_tokens), self._cache.publish, self._sample
         for request, segment in zip(entry.requests, entry.step.segments, strict=True):
-            first, row = row, row + segment.num_outputs
-            if request.kv is not segment.seq or request.finish_reason is not None:
+            seq, start, token_ids, num_outputs, *_ = segment
+            first, row = row, row + num_outputs
+            if request.kv is not seq or request.finish_reason is not None:
                 continue
             try:
-                self._cache.publish(segment.seq, segment.start + len(segment.token_ids))
+                publish(seq, start + len(token_ids))
                 if request.sampler is None:
                     self._take_logits(request, logits, first, row)
                 elif first < row:
-                    self._sample(request, logits, row - 1, best[row - 1])
+                    sample(request, logits, row - 1, best[row - 1])
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(request, "error", as_pyllm_error(error))
 
@@ -470,7 +471,7 @@ class Scheduler:
         params = request.params
         assert params is not None
         # The likeliest is what the sampler would choose, without a row as long as the vocabulary.
-        is_known = best is not None and params.takes_best
+        is_known = best is not None and request.takes_best
         sampled = plain_sampled(best) if is_known else self._drawn(request, logits, row)
         token, token_ids = sampled.token, request.token_ids
         if len(token_ids) == request.num_prompt:
@@ -488,7 +489,7 @@ class Scheduler:
     def _drawn(self, request: Request, logits: Logits, row: int) -> Sampled:
         """The sampler's choice."""
         assert request.sampler is not None and request.params is not None
-        if not request.params.takes_best and logits.ids is not None:
+        if not request.takes_best and logits.ids is not None:
             token = request.sampler.sample_among(logits.values[row], logits.ids[row])
             if token is not None:
                 return plain_sampled(token)

@@ -28,7 +28,7 @@ from pyllm.sampling import SamplingParams
 
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
-_AT_ONCE = 16  # tokens of a line that are taken together, unless a stop string may be among them
+_TOGETHER = 0.1  # seconds whose tokens are taken together: many at once cost less
 _PART = 32  # lines that are encoded before the device is given them
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
@@ -37,7 +37,8 @@ _READ_AHEAD = 64  # entries
 class Generating(Protocol):
     """A generation that was begun, see `pyllm.generation.Generation`."""
 
-    def is_due(self, most: int) -> bool: ...
+    @property
+    def has_ended(self) -> bool: ...
 
     def take(self) -> Chunk | None: ...
 
@@ -111,7 +112,6 @@ class _Running:
     generation: Generating
     thinks: bool
     num_known: int
-    at_once: int
     texts: list[str] = field(default_factory=list)
     tokens: list[Chunk] = field(default_factory=list)
     num_tokens: int = 0
@@ -151,6 +151,7 @@ class Runner:
         self._seen: set[str] = set()
         self._usual = Form.SIMPLE
         self._is_stopping = False
+        self._taken_at = 0.0  # when everything was taken last
         controls = engine.tokenizer.control_texts()
         self._marks = {controls[text]: text for text in (OPEN, CLOSE) if text in controls}
         self.tally = Tally(failed=output.num_failed)
@@ -248,8 +249,7 @@ class Runner:
             self._write_error(prepared.job.ticket, as_line_error(error))
             return
         num_known = self._prefixes.known(prepared.ids)
-        at_once = 1 if prepared.job.params.stop else _AT_ONCE
-        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known, at_once))
+        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known))
 
     def _prepare(self, entry: Entry) -> None:
         ticket = Ticket(entry.line, None, self._usual)
@@ -310,10 +310,17 @@ class Runner:
     # collecting
 
     def _collect(self, all_of_it: bool) -> bool:
-        """Take what has come, all of it or what is due, and write what is complete; False when nothing was taken."""
+        """Take what has come and write what is complete; False when nothing was taken.
+
+        Args:
+            all_of_it: not only what cannot wait: lines that have ended, and those that a stop string may end.
+        """
+        now = time.perf_counter()
+        if now - self._taken_at >= _TOGETHER:
+            all_of_it, self._taken_at = True, now
         before = self.tally.completion_tokens, len(self._running), self._ahead
         self._take_ahead()
-        for running in [one for one in self._running if one.generation.is_due(1 if all_of_it else one.at_once)]:
+        for running in [one for one in self._running if all_of_it or one.job.params.stop or one.generation.has_ended]:
             try:
                 reason = self._take(running)
             except DeviceError:

@@ -19,9 +19,9 @@ class StubGeneration:
         self.limit = params.max_tokens or len(words)
         self.closed = False
 
-    def is_due(self, most: int) -> bool:
-        waiting = self.words[self.said : self.steps]
-        return len(waiting) >= most or "BOOM" in waiting or self.steps >= min(self.limit, len(self.words))
+    @property
+    def has_ended(self) -> bool:
+        return "BOOM" in self.words[: self.steps] or self.steps >= min(self.limit, len(self.words))
 
     def take(self) -> Chunk | None:
         if self.closed or self.said >= self.steps:
