@@ -28,6 +28,7 @@ from pyllm.request import Request
 from pyllm.sampling import Sampled, plain_sampled
 
 STARTED_TOGETHER = 16  # a part of all sequences so small
+FIRST_PARTS = (8, 2)  # parts of a ubatch that do for the first ones, see `start_prompts`
 _UNKNOWN = (0,)  # in the place of a token that only the device knows
 _new_segment = partial(tuple.__new__, Segment)  # from a tuple of its fields; made hundreds of times a step
 MAX_LOGITS_BYTES = 1 << 28  # of one ubatch, when the logits of every position are wanted
@@ -88,7 +89,7 @@ class Scheduler:
         self._in_flight: deque[QueuedStep] = deque()
         self._ended: deque[Request] = deque()
         self._busy = False
-        self._is_filling = False  # the caller adds requests one after the other, see `start_prompts`
+        self._num_filled: int | None = None  # ubatches of `start_prompts`; None while its caller adds nothing
         self._num_added = 0
         self._interrupted_up_to = self._num_interrupted = 0  # as asked for, and as done
 
@@ -146,7 +147,7 @@ class Scheduler:
             with self._undisturbed():
                 self._check_interrupt()
                 self._admit()
-                self._is_filling = False
+                self._num_filled = None
                 queued = self._queue_ubatches()
             if not queued:
                 waited = self._wait()  # Ctrl-C may break it: nothing is half done here
@@ -161,8 +162,8 @@ class Scheduler:
 
     def start_prompts(self) -> None:
         """For callers that are about to add more: start what waits, and queue a ubatch of prompts where they fill one,
-        so that the device computes meanwhile. What decodes waits: its steps are the better the more they are, and
-        ubatches of prompts alone have few shapes.
+        so that the device computes meanwhile; the first ones are smaller, so that it begins soon. What decodes waits:
+        its steps are the better the more they are, and ubatches of prompts alone have few shapes.
 
         Raises:
             DeviceError: the device failed; no request can go on.
@@ -170,14 +171,16 @@ class Scheduler:
         try:
             with self._undisturbed():
                 self._check_interrupt()
-                self._is_filling = True
+                self._num_filled = self._num_filled or 0
                 self._admit()
                 self._collect_done()
                 pending = sum(count for request in self._running if (count := request.num_pending) > 1)
                 tokens = sum(entry.num_tokens for entry in self._in_flight)
                 has_room = tokens + self._ubatch_size <= self._batch_size
-                if pending >= self._ubatch_size and has_room and not self._executor.is_full:
+                parts = FIRST_PARTS[self._num_filled] if self._num_filled < len(FIRST_PARTS) else 1
+                if pending and pending >= self._ubatch_size // parts and has_room and not self._executor.is_full:
                     self._queue_one(prompts_only=True)
+                    self._num_filled += 1
         except DeviceError as error:
             self._fail(error)
             raise
@@ -225,7 +228,7 @@ class Scheduler:
         Of many sequences several start together, unless more are about to come: a step with a prompt has a shape of its
         own, which takes the host longer than one in which all decode.
         """
-        least_free = 1 if self._is_filling else self._least_free
+        least_free = 1 if self._num_filled is not None else self._least_free
         if not self._waiting or (self._running and self._n_seqs - len(self._running) < least_free):
             return
         places = sorted({*range(self._n_seqs)} - {other.place for other in self._running}, reverse=True)

@@ -29,7 +29,7 @@ from pyllm.sampling import SamplingParams
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
 _TOGETHER = 0.1  # seconds whose tokens are taken together: many at once cost less
-_PART = 32  # lines that are encoded before the device is given them
+_PART = 16  # lines that are encoded before the device is given them
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
 
@@ -112,6 +112,7 @@ class _Running:
     generation: Generating
     thinks: bool
     num_known: int
+    may_stop: bool  # by a stop string
     texts: list[str] = field(default_factory=list)
     tokens: list[Chunk] = field(default_factory=list)
     num_tokens: int = 0
@@ -249,7 +250,8 @@ class Runner:
             self._write_error(prepared.job.ticket, as_line_error(error))
             return
         num_known = self._prefixes.known(prepared.ids)
-        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known))
+        may_stop = bool(prepared.job.params.stop)
+        self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known, may_stop))
 
     def _prepare(self, entry: Entry) -> None:
         ticket = Ticket(entry.line, None, self._usual)
@@ -320,7 +322,7 @@ class Runner:
             all_of_it, self._taken_at = True, now
         before = self.tally.completion_tokens, len(self._running), self._ahead
         self._take_ahead()
-        for running in [one for one in self._running if all_of_it or one.job.params.stop or one.generation.has_ended]:
+        for running in [one for one in self._running if all_of_it or one.may_stop or one.generation.has_ended]:
             try:
                 reason = self._take(running)
             except DeviceError:

@@ -279,6 +279,6 @@ def test_prompts_are_started_while_others_are_encoded(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [{"prompt": f"{number} b c"} for number in range(120)])
     engine = StubLLM(n_seqs=100)
     batch.run(100, engine)
-    assert engine.started == [31, 63, 95]  # one of each part waits for what follows it
+    assert engine.started == [15, 31, 47, 63, 79, 95]  # one of each part waits for what follows it
     assert batch.by_line() == {number + 1: f"{number} b c" for number in range(120)}
     assert engine.most_open > 100
