@@ -110,36 +110,44 @@ def note_dropped(stats: Mapping[str, Any]) -> None:
         note(f"The context was full: {dropped} tokens in its middle were left out, the rest was computed anew")
 
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # a terminal that is closed sends the second
+
+
 @contextmanager
-def ctrl_c_ends_generation(llm: LLM) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt.
+def ctrl_c_ends_generation(llm: LLM, ended_by: list[int]) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """The first Ctrl-C ends the generation and keeps what is there; the second raises KeyboardInterrupt. SIGTERM and
+    SIGHUP end it too; who ends the program then finds them in `ended_by`. A second one does what it did before.
 
     Yields:
-        A function through which the chunks, or parts, are to be taken: a Ctrl-C that came before the engine had the
+        A function through which the chunks, or parts, are to be taken: a signal that came before the engine had the
         request ends it with its first token.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    pressed = False
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    came: list[int] = []
 
-    def interrupt(signum: int, frame: object) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.signal(signal.SIGINT, previous)
+    def interrupt(number: int, frame: object) -> None:
+        came.append(number)
+        if number in ENDING:
+            ended_by.append(number)
+        signal.signal(number, previous[signal.Signals(number)])
         llm.interrupt()
 
-    def until_pressed(chunks: Iterable[Any]) -> Iterator[Any]:
+    def until_it_comes(chunks: Iterable[Any]) -> Iterator[Any]:
         for chunk in chunks:
             yield chunk
-            if pressed:
+            if came:
                 llm.interrupt()
 
-    if previous is not signal.SIG_IGN:  # ignored: started in the background, by nohup and the like
-        signal.signal(signal.SIGINT, interrupt)
+    # Ignored: started in the background, by nohup and the like.
+    ours = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
-        yield until_pressed
+        yield until_it_comes
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if pressed:
+        for number in ours:
+            signal.signal(number, previous[number])
+    if came:
         llm.forget_interrupt()  # it may have come behind the last token
 
 

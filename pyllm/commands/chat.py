@@ -134,7 +134,7 @@ def run(options: ChatOptions) -> int:
         if not from_terminal:
             status = INTERRUPTED if chat.answer(question).finish_reason == "interrupted" else 0
             chat.sessions.save_at_end()
-            return status
+            return 128 + chat.ended_by[0] if chat.ended_by else status
         history = None if options.no_history else history_path()
         try:
             return chat.run(open_editor(chat.commands, chat.arguments, history, note))
@@ -153,6 +153,7 @@ class Chat:
 
     Attributes:
         commands: what each command does with the rest of its line.
+        ended_by: signals that end the program; they came while an answer was shown.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Chat:
             note(f"--seed {self._seed} repeats this conversation")
         self._answers = 0
         self._ended = False
+        self.ended_by: list[int] = []
         self._attachments = Attachments(lambda text: len(llm.tokenize(text, add_special=False)))
         self.show_context()
         self._editor: Editor | None = None
@@ -203,6 +205,8 @@ class Chat:
         self._editor = editor
         warned = False
         while not self._ended:
+            if self.ended_by:
+                return 128 + self.ended_by[0]
             try:
                 line = self._read(editor)
             except EOFError:
@@ -255,7 +259,7 @@ class Chat:
         answer = Answer()
         view = AnswerView(self._think.hides)
         typing = nullcontext() if self._editor is None else self._editor.while_answering()
-        with typing, ctrl_c_ends_generation(self._llm) as until_pressed:
+        with typing, ctrl_c_ends_generation(self._llm, self.ended_by) as until_pressed:
             thoughtful = ThoughtfulAnswer(self._llm, messages, params, self._think.limit, answers, view.prefill)
             answer.collect_parts(until_pressed(thoughtful.parts()), view)
         self._answers += 1

@@ -134,7 +134,8 @@ def run(options: RunOptions) -> int:
         load_seconds = time.perf_counter() - started
         answer = Answer()
         begun = Conversation(None if options.system is None else checked_text(options.system, "--system"))
-        with ctrl_c_ends_generation(llm) as until_pressed:
+        ended_by: list[int] = []
+        with ctrl_c_ends_generation(llm, ended_by) as until_pressed:
             introduce(llm, options.engine.ctx_size)
             conversation = resumed(llm, options.session, begun)
             stats = _collect(llm, prompt, params, options, conversation, answer, until_pressed)
@@ -145,6 +146,8 @@ def run(options: RunOptions) -> int:
         if options.session is not None and answer.text:
             conversation.add(prompt, answer.text, said(llm, answer))
             save(llm, options.session, conversation)
+    if ended_by:
+        return 128 + ended_by[0]
     return INTERRUPTED if answer.finish_reason == "interrupted" else 0
 
 

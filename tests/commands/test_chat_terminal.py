@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from pyllm.prompt_cache.session_file import SessionReader
 from tests.refdata import model_path
 
 pytestmark = pytest.mark.serial
@@ -358,11 +359,15 @@ def test_a_paste_while_an_answer_is_shown(start: Start) -> None:
     assert held is not None and typed is not None and held[1] == typed[1]
 
 
-def test_sigterm_while_an_answer_is_shown(start: Start) -> None:
-    terminal = start("--temp", 0, "--ignore-eos")
+def test_sigterm_while_an_answer_is_shown(start: Start, tmp_path: Path) -> None:
+    """The terminal is as it was, and the session with the answer so far is saved."""
+    terminal = start("--temp", 0, "--ignore-eos", "--session", tmp_path / "talk.session")
     terminal.type("Hello\r")
     terminal.wait_for(is_answering)
     assert not termios.tcgetattr(terminal.terminal)[3] & termios.ECHO
     terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.end() == -signal.SIGTERM
+    assert terminal.end() == 128 + signal.SIGTERM
     assert termios.tcgetattr(terminal.terminal)[3] & termios.ECHO
+    with SessionReader(tmp_path / "talk.session") as reader:
+        ((question, answer, *_),) = reader.json("chat")["turns"]
+    assert question == "Hello" and answer

@@ -80,8 +80,8 @@ def test_help_tells_the_defaults_of_the_engine() -> None:
     defaults["cache_disk"] = f"{DEFAULT_BUDGET >> 30}G"
     assert told == {name: str(defaults[name]) for name in told}
     names = {field.name for group in (options.SamplingOptions, options.EngineOptions) for field in fields(group)}
-    elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "ubatch_size", "device", "no_graphs"}
-    elsewhere |= {"inflight", "kv_trace", "batch_invariant"}
+    elsewhere = {"max_tokens", "seed", "stop", "ignore_eos", "logit_bias", "device", "no_graphs"}
+    elsewhere |= {"batch_size", "ubatch_size", "inflight", "kv_trace", "batch_invariant"}
     assert set(told) == (names | {"cache_disk", "overflow", "keep"}) - elsewhere
 
 
