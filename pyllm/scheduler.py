@@ -89,7 +89,7 @@ class Scheduler:
         self._in_flight: deque[QueuedStep] = deque()
         self._ended: deque[Request] = deque()
         self._busy = False
-        self._num_filled: int | None = None  # ubatches of `start_prompts`; None while its caller adds nothing
+        self._num_filled: int | None = None  # ubatches of `start_prompts`; None once all prompts are
         self._num_added = 0
         self._interrupted_up_to = self._num_interrupted = 0  # as asked for, and as done
 
@@ -147,7 +147,8 @@ class Scheduler:
             with self._undisturbed():
                 self._check_interrupt()
                 self._admit()
-                self._num_filled = None
+                if self._num_filled is not None and self._num_prompt_tokens() < self._ubatch_size:
+                    self._num_filled = None
                 queued = self._queue_ubatches()
             if not queued:
                 waited = self._wait()  # Ctrl-C may break it: nothing is half done here
@@ -174,7 +175,7 @@ class Scheduler:
                 self._num_filled = self._num_filled or 0
                 self._admit()
                 self._collect_done()
-                pending = sum(count for request in self._running if (count := request.num_pending) > 1)
+                pending = self._num_prompt_tokens()
                 tokens = sum(entry.num_tokens for entry in self._in_flight)
                 has_room = tokens + self._ubatch_size <= self._batch_size
                 parts = FIRST_PARTS[self._num_filled] if self._num_filled < len(FIRST_PARTS) else 1
@@ -285,12 +286,20 @@ class Scheduler:
             has_room = tokens + self._ubatch_size <= self._batch_size or not tokens
             if not has_room and any(request.num_pending > 1 for request in self._running):
                 break  # what decodes goes along with the next piece of the prompt
-            count = self._queue_one()
+            count = self._queue_one(prompts_only=self._num_filled is not None)
+            if self._num_filled is not None and (count is None or self._num_prompt_tokens() < self._ubatch_size):
+                self._num_filled = None  # what is left goes along with what decodes
+                if count is None:
+                    continue
             if count is None:
                 break
             tokens += count
             queued = True
         return queued
+
+    def _num_prompt_tokens(self) -> int:
+        """Of running requests, those that are not queued yet."""
+        return sum(count for request in self._running if (count := request.num_pending) > 1)
 
     def _queue_one(self, prompts_only: bool = False) -> int | None:
         """Queue one ubatch; returns its tokens, None when there is nothing to compute."""
