@@ -147,9 +147,11 @@ class Scheduler:
             with self._undisturbed():
                 self._check_interrupt()
                 self._admit()
+                num_open = len(self._running) + len(self._waiting)
                 if self._num_filled is not None and self._num_prompt_tokens() < self._ubatch_size:
                     self._num_filled = None
                 queued = self._queue_ubatches()
+                ended = len(self._running) + len(self._waiting) < num_open  # so others may have room now
             if not queued:
                 waited = self._wait()  # Ctrl-C may break it: nothing is half done here
             collected = False
@@ -159,7 +161,7 @@ class Scheduler:
         except DeviceError as error:
             self._fail(error)
             raise
-        return queued or collected or waited
+        return queued or collected or waited or ended
 
     def start_prompts(self) -> None:
         """For callers that are about to add more: start what waits, and queue a ubatch of prompts where they fill one,
@@ -350,7 +352,7 @@ class Scheduler:
             count = up_to_checkpoint(request, count)
         if request.sampler is None:
             count = min(count, output_room)
-        if count == 0 or not self._make_room(request, count, chosen):
+        if count <= 0 or not self._make_room(request, count, chosen):
             return None
         return self._segment(request, count)
 

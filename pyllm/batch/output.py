@@ -127,9 +127,10 @@ class Output:
     def _take_out(self) -> None:
         """Put a file with the other records in the place of this one; either is there, whole, at any time."""
         target = os.path.realpath(self.path)  # behind links, which stay
-        fresh = f"{target}.new"
+        folder, name = os.path.split(target)
+        fresh = os.path.join(folder, f".{name}.retried")  # hidden: no text of a folder that is read
         try:
-            file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            file = self._created(fresh)
             try:
                 self._lock(file)
                 self._size = self._copy_kept(file)
@@ -138,11 +139,25 @@ class Output:
                 os.replace(fresh, target)
             except BaseException:
                 os.close(file)
+                with suppress(OSError):
+                    os.unlink(fresh)
                 raise
         except OSError as error:
             raise PyllmError(f"{fresh} cannot be written: {error.strerror}; nothing was changed") from None
         os.close(self._file)
         self._file = file
+
+    @staticmethod
+    def _created(path: str) -> int:
+        """A new file. One that a killed program left gives way: only who has the lock of OUT comes here."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o600)
+        except FileExistsError:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise
+            os.unlink(path)
+            return os.open(path, flags, 0o600)
 
     def _copy_kept(self, file: int) -> int:
         """Copy the records that count; returns their bytes."""

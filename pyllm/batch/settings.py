@@ -60,7 +60,7 @@ def read_settings(output: Path) -> dict[str, Any] | None:
 def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Keep settings: the old ones or the new ones are there whenever the program ends."""
     path = settings_path(output)
-    fresh = path.with_name(path.name + ".new")
+    fresh = path.with_name(f".{path.name}.new")  # hidden: no text of a folder that is read
     try:
         with fresh.open("w", encoding="ascii") as file:
             json.dump({"version": VERSION, **settings}, file, indent=1)

@@ -41,7 +41,7 @@ def copy_inputs_ref(
     faults.report(record, np.array([entry], np.int32))
     if enforce:
         block[...] = 0
-        inputs.row_ids[...] = -1
+        inputs.row_ids[...] = inputs.out_places[...] = -1  # neither a row nor a kept token is written
         inputs.status[...] = 1
 
 
@@ -58,7 +58,7 @@ def plan_copy_inputs(
 ) -> list[KernelLaunch]:
     word = {name: start // 8 for name, (start, _) in layout.spans().items()}
     sizes = (layout.num_bytes // 8, record.size, word["head_serial"], word["tail_serial"], word["status"])
-    rows = (word["row_ids"], word["token_ids"], layout.max_tokens, kept.shape[0], enforce)
+    rows = (word["row_ids"], word["token_ids"], word["out_places"], layout.max_tokens, kept.shape[0], enforce)
     left = (start // 8 for start in (layout.in_place_span() if in_place else (0, 0)))
     args = (slot, block, step_counter, kept, record, *map(np.int32, (*sizes, *rows, *left)))
     return [KernelLaunch("copy_inputs", "copy_inputs", (1,), (1024,), args)]
@@ -82,7 +82,8 @@ def copy_inputs(
 
     The step counter lives on the device and advances here and nowhere else, by one. Head and tail serial of the slot
     must both equal it. If they do not, the slot was overwritten before it was read: a SERIAL fault is recorded and the
-    block becomes empty (no tokens, no sequences, row ids -1, status 1), so that the ubatch's other ops write no K/V row
+    block becomes empty (no tokens, no sequences, row ids and places of kept tokens -1, status 1), so that the ubatch's
+    other ops write no K/V row
     and read none. A token id of -1 - i stands for the token that an earlier step left at kept[i].
 
     Args:

@@ -29,6 +29,7 @@ import numpy as np
 from pyllm.errors import ContextError, PyllmError, SessionError
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.folder import LOCK, SUFFIX, make_private, remove_partial, session_files
+from pyllm.prompt_cache.pinned_pool import PinnedMemoryError
 from pyllm.prompt_cache.session_file import SessionReader, UnreadableSession
 from pyllm.prompt_cache.sessions import Sessions
 
@@ -115,7 +116,8 @@ class DiskTier:
         """False when the entry is gone now, and another may be tried."""
         try:
             self._sessions.load(entry.path)
-        except ContextError:
+        except (ContextError, PinnedMemoryError) as error:
+            _log.debug("%s", error)
             return True  # there is no room for it now
         except UnreadableSession as error:
             self._entries = [other for other in self._entries if other is not entry]

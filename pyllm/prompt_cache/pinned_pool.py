@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 
 from pyllm.device import Device, Event, PinnedBuffer
 from pyllm.device.arena import POISON
-from pyllm.errors import DeviceError
+from pyllm.errors import DeviceError, SessionError
 
 _log = logging.getLogger("pyllm")
 
@@ -30,6 +30,10 @@ def default_budget() -> int:
     """Bytes of pinned memory that nobody minds: an eighth of the machine's memory, at most 4 GiB."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(LARGEST_DEFAULT, memory // DEFAULT_SHARE)
+
+
+class PinnedMemoryError(SessionError):
+    """There is no pinned memory for copies now: nothing is wrong with what was to be copied."""
 
 
 class Block:

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from pyllm.device import Event
-from pyllm.errors import ContextError, SessionError, UsageError
+from pyllm.errors import ContextError, UsageError
 from pyllm.guests import Guests
 from pyllm.kv_cache import KVCache
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.index import Held, PrefixIndex
 from pyllm.prompt_cache.page_copies import PageCopies
-from pyllm.prompt_cache.pinned_pool import Block, PinnedPool
+from pyllm.prompt_cache.pinned_pool import Block, PinnedMemoryError, PinnedPool
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from pyllm.recurrent_cache import Checkpoint
 
@@ -272,7 +272,7 @@ class Sessions:
                     return block
                 retiring = self._blocks.retiring
             if retiring is None:
-                raise SessionError(f"{path}: there is no pinned memory for copies; close other programs")
+                raise PinnedMemoryError(f"{path}: there is no pinned memory for copies; close other programs")
             retiring.wait()
 
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:

@@ -150,7 +150,23 @@ def test_failed_lines_once_more(batch: Batch, folder: Path, monkeypatch: pytest.
     found = [(record["line"], record["id"], record["text"]) for record in records(folder)]
     assert found == [(1, "g", "fine"), (2, "f", "mended"), (3, None, None), (4, "h", "mended")]
     assert out.stat().st_mode & 0o777 == 0o640
-    assert not (folder / "out.jsonl.new").exists()
+    assert not (folder / ".out.jsonl.retried").exists()
+
+
+def test_files_beside_out_are_left_alone_when_failed_lines_are_taken_out(batch: Batch, folder: Path) -> None:
+    (folder / "in.jsonl").write_text(lines({"id": "f", "prompt": "BOOM"}))
+    assert batch("in.jsonl").exit_code == 3
+    precious, fresh = folder / "out.jsonl.new", folder / ".out.jsonl.retried"
+    precious.write_text("another batch's")
+    fresh.symlink_to(precious)
+    first = (folder / "out.jsonl").read_bytes()
+    refused = batch("in.jsonl", "--retry-failed")
+    assert refused.exit_code == 1 and "cannot be written" in refused.stderr and "nothing was changed" in refused.stderr
+    assert precious.read_text() == "another batch's" and (folder / "out.jsonl").read_bytes() == first
+    fresh.unlink()
+    fresh.write_text("left by a program that was killed")
+    assert batch("in.jsonl", "--retry-failed").exit_code == 3
+    assert not fresh.exists() and precious.read_text() == "another batch's" and len(records(folder)) == 1
 
 
 @pytest.mark.parametrize("bad", range(29, 36))

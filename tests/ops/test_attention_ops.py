@@ -406,7 +406,7 @@ def test_a_wrong_serial_empties_the_block(device: Device, head: int, tail: int) 
     (fault,) = faults.entries(record)
     assert (fault.kind, fault.expected) == (FaultKind.SERIAL, 5)
     assert views.status[0] == 1
-    assert (views.row_ids == -1).all()
+    assert (views.row_ids == -1).all() and (views.out_places == -1).all()
     assert not views.cu_seqlens.any()
     assert not views.page_table.any()
 

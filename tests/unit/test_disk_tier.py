@@ -218,3 +218,17 @@ def test_a_folder_of_other_files_stays_as_open_as_it_is(tmp_path: Path) -> None:
     (shared / "notes.txt").rename(shared / "notes.session")
     make_private(shared)
     assert shared.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_stays_where_memory_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [3 + number % 50 for number in range(100)]
+    options = {"prefix_cache": True, "cache_dir": tmp_path / "c", "page_size": 16}
+    with open_engine(model_path("llama-a-f32"), **options) as llm:
+        tokens(llm.generate(prompt, greedy(4)))
+    before = files(tmp_path)
+    assert before
+    with open_engine(model_path("llama-a-f32"), **options) as llm:
+        assert llm._kept is not None
+        monkeypatch.setattr(llm._kept.sessions._blocks, "take", lambda: None)
+        assert tokens(llm.generate([*prompt, 7], greedy(4))) and llm.stats["cached_tokens"] == 0
+        assert set(before) <= set(files(tmp_path))
