@@ -28,6 +28,7 @@ from pyllm.request import Request
 from pyllm.sampling import Sampled, plain_sampled
 
 STARTED_TOGETHER = 16  # a part of all sequences so small
+HELD_BACK = 16  # steps, at most, that a request waits for others to start with
 FIRST_PARTS = (8, 2)  # parts of a ubatch that do for the first ones, see `start_prompts`
 _UNKNOWN = (0,)  # in the place of a token that only the device knows
 _new_segment = partial(tuple.__new__, Segment)  # from a tuple of its fields; made hundreds of times a step
@@ -84,6 +85,7 @@ class Scheduler:
         self._least_free = max(1, n_seqs // STARTED_TOGETHER) if has_kernels else 1
         # The device's choice among all columns is the host's only where every column is a token.
         self._runs_ahead = executor.model.vocab_size == num_tokens
+        self._num_held_back = 0
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._in_flight: deque[QueuedStep] = deque()
@@ -229,11 +231,16 @@ class Scheduler:
         """Start waiting requests while there are sequences and pages for them.
 
         Of many sequences several start together, unless more are about to come: a step with a prompt has a shape of its
-        own, which takes the host longer than one in which all decode.
+        own, which takes the host longer than one in which all decode. Nobody waits long for others that may not end.
         """
         least_free = 1 if self._num_filled is not None else self._least_free
-        if not self._waiting or (self._running and self._n_seqs - len(self._running) < least_free):
+        num_free = self._n_seqs - len(self._running)
+        if not self._waiting or not num_free:
             return
+        if self._running and num_free < least_free and self._num_held_back < HELD_BACK:
+            self._num_held_back += 1
+            return
+        self._num_held_back = 0
         places = sorted({*range(self._n_seqs)} - {other.place for other in self._running}, reverse=True)
         while self._waiting and len(self._running) < self._n_seqs:
             request = self._waiting[0]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import pyllm.scheduler as scheduler
+from pyllm.device import Device
+from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.executor import TestHooks
 from pyllm.input_block import InputViews
@@ -21,7 +23,7 @@ class KeepsTokens(HostDevice):
     wants_candidates = True
 
 
-def engine(device: HostDevice, **options: Any) -> LLM:
+def engine(device: Device, **options: Any) -> LLM:
     given = {"ctx_size": 64, "kv_type": "f32", "n_seqs": 2, "page_size": 8, **options}
     return LLM.with_options(model_path("llama-a-f32"), device, EngineOptions(**given))
 
@@ -81,3 +83,16 @@ def test_who_waits_for_pages_goes_on_when_another_runs_out_of_them() -> None:
         first, second = llm.generate([3] * 10, greedy(50)), llm.generate([5] * 10, greedy(20))
         next(first)
         assert sum(chunk.token is not None for chunk in second) == 20
+
+
+def test_a_request_does_not_wait_for_many_places() -> None:
+    """Of 32 sequences one is free, and the others go on for long."""
+    with engine(EmulatedDevice(), n_seqs=32, ctx_size=256, page_size=16) as llm:
+        others = [llm.begin([3 + index], greedy(200)) for index in range(31)]
+        llm.advance()
+        request = llm.begin(PROMPT, greedy(2))
+        steps = 0
+        while request.stats()["finish_reason"] is None:
+            assert llm.advance()
+            steps += 1
+        assert steps < 60 and all(one.stats()["finish_reason"] is None for one in others)
