@@ -367,11 +367,11 @@ class Executor:
             outputs.release()
             raise
         self._queued.append(done)
-        for segment in (
-            segments if self.cache.recurrent is not None else ()
-        ):  # only now: a step that broke off has left the states that it began from as they were
-            if segment.seq.state is not None:
-                segment.seq.state.advance(len(segment.token_ids))
+        if self.cache.recurrent is not None:
+            # Only now: a step that broke off has left the states that it began from as they were.
+            for segment in segments:
+                if segment.seq.state is not None:
+                    segment.seq.state.advance(len(segment.token_ids))
         return Step(segments, done, outputs, columns.num_tokens, keeps=bool(num_candidates))
 
     def _queue_inputs(self, slot: InputSlot) -> None:
