@@ -146,6 +146,11 @@ class PinnedPool:
             del self._kept[block]
             self._retired.append(block)
 
+    def give_all_back(self) -> None:
+        """What an owner that was interrupted could not give back itself."""
+        for block in list(self._kept):
+            self.give_back(block)
+
     @property
     def retiring(self) -> Block | None:
         """A block that was given back and that a copy still uses; wait for it to have it to take."""

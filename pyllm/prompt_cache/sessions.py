@@ -22,6 +22,7 @@ import numpy as np
 from pyllm.device import Event
 from pyllm.errors import ContextError, UsageError
 from pyllm.guests import Guests
+from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.index import Held, PrefixIndex
@@ -100,6 +101,7 @@ class Sessions:
         """
         with self._one_at_a_time:
             with self._guests, self._lock:
+                self._blocks.give_all_back()  # of one that was interrupted between taking a block and noting it
                 held = self._index.hold(token_ids)
             try:
                 if not held.length:
@@ -184,6 +186,8 @@ class Sessions:
         """
         with SessionReader(path) as reader, self._one_at_a_time:
             loading = _Loading()
+            with self._guests, self._lock:
+                self._blocks.give_all_back()  # as in `save`
             try:
                 self._check(reader)
                 self._read_pages(reader, loading)
@@ -278,7 +282,7 @@ class Sessions:
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:
         try:
             reader.check(f"page.{index}", read.result())
-            with self._guests, self._lock:
+            with deferred_interrupt(), self._guests, self._lock:
                 if not self._index.make_room(1):
                     room = self._cache.num_pages * self._cache.page_size
                     raise ContextError(
@@ -302,12 +306,12 @@ class Sessions:
             return
         names = [name for name in reader.sections if name.startswith("state.")]
         for name in reversed(names):  # the last ones are worth most, should the budget be small
-            with self._guests, self._lock:
+            with deferred_interrupt(), self._guests, self._lock:
                 saved = recurrent.new_checkpoint(int(name[6:]))
                 if saved is None:
                     break
                 saved.block.num_pins += 1
-            loading.states.append(saved)
+                loading.states.append(saved)
             reader.check(name, reader.read(name, saved.values.view(np.uint8)))
         if not loading.states:
             raise ContextError(

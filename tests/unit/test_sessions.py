@@ -22,6 +22,7 @@ from pyllm.gguf_file import GGUFFile
 from pyllm.llm import LLM
 from pyllm.prompt_cache.page_copies import PageCopies
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
+from pyllm.prompt_cache.sessions import IN_FLIGHT
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
 
@@ -427,3 +428,28 @@ def test_a_pipe_is_no_session_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.session")
     with pytest.raises(SessionError, match="no ordinary file"):
         SessionReader(tmp_path / "pipe.session")
+
+
+def test_blocks_of_interrupted_copies_are_used_again(
+    saved: tuple[Path, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between taking a block and noting it, more often than there are blocks."""
+    path, ids = saved
+    with engine(name) as llm:
+        llm.load_session(path)
+        sessions = llm._kept.sessions
+        take = sessions._take_block
+
+        def interrupted(*given: Any) -> Any:
+            take(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sessions, "_take_block", interrupted)
+        for _ in range(IN_FLIGHT + 1):
+            for again in (lambda: llm.save_session(path, ids[:-1]), lambda: llm.load_session(path)):
+                with pytest.raises(KeyboardInterrupt):
+                    again()
+        monkeypatch.undo()
+        llm.forget()
+        assert llm.load_session(path).token_ids == ids[:-1]
+        llm.save_session(path, ids[:-1])
