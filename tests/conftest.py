@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import re
+import signal
 import zlib
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,10 @@ from pathlib import Path
 import pytest
 
 from pyllm import hub
+
+# A shell starts what runs in the background with SIGINT ignored, and so would be the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fresh and freed buffers hold NaN patterns, in this process and those that tests start.
 os.environ["PYLLM_POISON"] = "1"
