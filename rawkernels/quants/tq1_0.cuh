@@ -6,9 +6,12 @@
 
 constexpr u32 BLOCK_SIZE = 256, BLOCK_BYTES = 54, SCALE_RUN = 256;
 
-DEVICE u32 ternary_digit(u32 byte, u32 digit) {
-    const u32 power = digit == 0 ? 1 : digit == 1 ? 3 : digit == 2 ? 9 : digit == 3 ? 27 : 81;
-    return (byte * power & 255) * 3 >> 8;
+// A digit of each of four bytes, two at a time: 81 times a byte stays within 16 bits.
+DEVICE u32 ternary_digits(u32 bytes, u32 digit) {
+    const u32 power = static_cast<u32>(0x511B090301ull >> 8 * digit) & 255;
+    const u32 even = (bytes & 0x00FF00FFu) * power & 0x00FF00FFu;
+    const u32 odd = (bytes >> 8 & 0x00FF00FFu) * power & 0x00FF00FFu;
+    return (even * 3 >> 8 & 0x00030003u) | (odd * 3 & 0x03000300u);
 }
 
 DEVICE u16 scale_of(const u8* block, u32 i) {
@@ -19,13 +22,11 @@ DEVICE u16 scale_of(const u8* block, u32 i) {
 template <int N>
 DEVICE void codes_of(const u8* block, u32 i, u32 (&codes)[N][2]) {
 #pragma unroll
-    for (u32 j = 0; j < 8 * N; j++) {
-        const u32 at = i + j;
-        const u32 code = at < 160   ? ternary_digit(block[at % 32], at / 32)
-                         : at < 240 ? ternary_digit(block[32 + at % 16], (at - 160) / 16)
-                                    : ternary_digit(block[48 + at % 4], (at - 240) / 4);
-        u32& word = codes[j / 8][j / 4 % 2];
-        word = (j % 4 ? word : 0) | code << 8 * (j % 4);
+    for (u32 j = 0; j < 2 * N; j++) {
+        const u32 at = i + 4 * j;
+        const u32 byte = at < 160 ? at % 32 : at < 240 ? 32 + at % 16 : 48;
+        const u32 digit = at < 160 ? at / 32 : at < 240 ? (at - 160) / 16 : (at - 240) / 4;
+        codes[j / 2][j % 2] = ternary_digits(load_word(block + byte), digit);
     }
 }
 
