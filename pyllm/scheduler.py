@@ -17,8 +17,8 @@ from functools import partial
 
 from pyllm.errors import ContextError, DeviceError, PyllmError, StaleKVError
 from pyllm.executor import Executor, Logits, Segment, Step
-from pyllm.fault_messages import as_pyllm_error, what_hit
-from pyllm.faults import CAPACITY, Fault, FaultKind
+from pyllm.fault_messages import as_pyllm_error, hits_whole_step, suspect_pages, what_hit
+from pyllm.faults import Fault
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.overflow import Overflow
@@ -530,20 +530,16 @@ class Scheduler:
             self._put_back(request)  # to be computed at its new positions
 
     def _handle_faults(self, entry: QueuedStep, found: list[Fault]) -> None:
-        """End every sequence that the faults touch and take their pages out of use."""
-        pages = {fault.page for fault in found if fault.page >= 0}
+        """End every sequence that the faults touch, with all that is kept on its pages, and take these out of use."""
+        segments, page_size = entry.step.segments, self._cache.page_size
+        pages = suspect_pages(found, segments, page_size)
         seq_ids = {fault.seq_id for fault in found}
-        whole_step = len(found) >= CAPACITY or any(fault.kind == FaultKind.SERIAL for fault in found)
-        for request in list(self._running):
-            kv = request.kv
-            assert kv is not None
-            in_step = any(kv is segment.seq for segment in entry.step.segments)
-            if kv.seq_id in seq_ids or pages & set(kv.pages) or (whole_step and in_step):
-                what = what_hit(kv, found, entry.step.segments)
-                error = StaleKVError(f"{what}; the sequence was stopped, nothing of this step was shown")
-                for page in kv.pages if whole_step and in_step else ():
-                    self._cache.quarantine(page)
-                self._end(request, "error", error)
+        if hits_whole_step(found):
+            seq_ids.update(segment.seq.seq_id for segment in segments)
+        hit = [one for one in self._running if one.kv and (one.kv.seq_id in seq_ids or pages & set(one.kv.pages))]
+        for request, what in [(one, what_hit(one.kv, found, segments, page_size)) for one in hit if one.kv]:
+            error = StaleKVError(f"{what}; the sequence was stopped, nothing of this step was shown")
+            self._end(request, "error", error)
         for page in pages:
             self._cache.quarantine(page)
             if self._index is not None:

@@ -12,7 +12,7 @@ import pytest
 from pyllm.device import Device
 from pyllm.errors import StaleKVError
 from pyllm.executor import Segment, TestHooks
-from pyllm.faults import Fault, FaultKind
+from pyllm.faults import CAPACITY, Fault, FaultKind
 from pyllm.input_block import InputViews
 from pyllm.llm import LLM, Chunk
 from pyllm.scheduler import QueuedStep
@@ -62,9 +62,9 @@ class Corruption:
         views.page_epochs[index, 0] += 1
 
 
-def opened(life: str, inputs: str, corruption: Corruption) -> LLM:
+def opened(life: str, inputs: str, corruption: Corruption, **more: Any) -> LLM:
     device: Device = LIVES[life]()
-    options: dict[str, Any] = {"page_size": PAGE_SIZE, "ctx_size": CTX_SIZE, "n_seqs": 2, "ubatch_size": 32}
+    options: dict[str, Any] = {"page_size": PAGE_SIZE, "ctx_size": CTX_SIZE, "n_seqs": 2, "ubatch_size": 32, **more}
     hooks = TestHooks(corrupt=corruption, slow_stream=0.001)
     return open_engine(model_path("llama-a-f32"), device, inputs=inputs, hooks=hooks, **options)
 
@@ -164,3 +164,52 @@ def test_a_sequence_on_a_page_of_another_ones_step() -> None:
             tokens(victim)
         with pytest.raises(StaleKVError, match="sequence 99, position 2, layer 1, page"):
             tokens(bystander)
+
+
+SERIAL = Fault(FaultKind.SERIAL, -1, -1, -1, -1, -1, 3, 5)
+
+
+def kept_pages(llm: LLM) -> set[int]:
+    assert llm._scheduler._index is not None
+    return {node.page for node in llm._scheduler._index._tree.nodes()}
+
+
+@pytest.mark.parametrize("what", ["serial", "tail"])
+def test_kept_rows_of_a_step_without_its_inputs(what: str) -> None:
+    """The page that it was to write serves nobody any more; those before it are as right as they were."""
+    prompt, corruption = PROMPT["n70"], Corruption(what)
+    with opened("cpu", "copy", corruption, prefix_cache=True) as llm:
+        right = tokens(llm.generate(prompt, greedy(6)))
+        kept = kept_pages(llm)
+        victim = llm.generate(prompt, greedy(6))
+        next(victim)
+        corruption.armed = llm._scheduler._running[0].kv.seq_id
+        with pytest.raises(StaleKVError):
+            tokens(victim)
+        assert corruption.done and llm._cache.quarantined
+        assert not llm._cache.quarantined & kept_pages(llm)
+        assert kept_pages(llm) >= kept - llm._cache.quarantined
+        assert tokens(llm.generate(prompt, greedy(6))) == right
+
+
+@pytest.mark.parametrize("faults", [[SERIAL], [Fault(FaultKind.TAG, 1, 0, -1, 0, 0, 1, 2)] * CAPACITY])
+def test_a_step_that_is_hit_as_a_whole_hits_who_shares_its_pages(faults: list[Fault]) -> None:
+    """A bystander has the first rows of the page that the step was to write, and so has the index."""
+    prompt = PROMPT["n70"]
+    with opened("cpu", "copy", Corruption("serial"), prefix_cache=True) as llm:
+        tokens(llm.generate(prompt, greedy(1)))
+        victim, bystander = (llm.generate([*prompt[:64], *end], greedy(20)) for end in ([5, 6], [7, 8]))
+        next(victim)
+        next(bystander)
+        first, second = llm._scheduler._running
+        shared = first.kv.pages[7]  # rows 56 to 63
+        assert shared == second.kv.pages[7] and shared in kept_pages(llm)
+        number, suspects = second.kv.seq_id, {shared} if faults == [SERIAL] else {*first.kv.pages}
+        segment = Segment(first.kv, 60, [1], 1)
+        entry = QueuedStep(SimpleNamespace(segments=[segment]), (first,), 1)
+        llm._scheduler._handle_faults(entry, faults)
+        with pytest.raises(StaleKVError):
+            tokens(victim)
+        with pytest.raises(StaleKVError, match=rf"sequence {number} shares pages \[.*{shared}"):
+            tokens(bystander)
+        assert llm._cache.quarantined == suspects and not suspects & kept_pages(llm)
