@@ -219,7 +219,7 @@ class RecurrentCache:
         block = self.pool.take()
         if block is None:
             return None
-        values, marks = self._parts(block)
+        values, marks = self._parts(block.writable())
         epoch = self._fresh_epoch()
         marks[...] = epoch, position
         return Checkpoint(position, epoch, block, values, marks)
@@ -326,7 +326,7 @@ class RecurrentCache:
 
     def _copy_out(self, state: SequenceState, block: Block) -> Checkpoint:
         """Behind the work that is queued, while later work goes on; the row is not written before it has run."""
-        copies, (values, marks) = self.device.copies, self._parts(block)
+        copies, (values, marks) = self.device.copies, self._parts(block.memory)
         copies.wait(self.device.record())
         copies.copy(self.rows.values[state.row], values)
         copies.copy(self.rows.marks[state.row], marks)
@@ -334,11 +334,11 @@ class RecurrentCache:
         block.used(done)
         return Checkpoint(state.position, state.epoch, block, values, marks)
 
-    def _parts(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Values and marks of a checkpoint."""
+    def _parts(self, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Values and marks of a checkpoint, in its block's memory."""
         size = self.shape.row_size * ELEMENT_BYTES
-        marks = block.memory[size : self.bytes_per_checkpoint].view(np.uint32)
-        return block.memory[:size].view(np.float32), marks.reshape(len(self.shape.layers), MARK_WIDTH)
+        marks = memory[size : self.bytes_per_checkpoint].view(np.uint32)
+        return memory[:size].view(np.float32), marks.reshape(len(self.shape.layers), MARK_WIDTH)
 
     def _copy_in(self, saved: Checkpoint, state: SequenceState, row: int) -> Event:
         """Into one of the state's rows, which becomes its present one; the other becomes nobody's. Returns the event of

@@ -55,7 +55,7 @@ class PageCopies:
         tag; rows behind them become absent. Waits until no copy uses the block."""
         block.wait()
         copies, device = self._cache.device.copies, self._cache.device
-        tags = self._views(block.memory)[2]
+        tags = self._views(block.writable())[2]
         tags[:, :num_rows] = epoch
         tags[:, num_rows:] = 0
         copies.wait(device.record())  # queued work of the page's former owner
@@ -75,7 +75,7 @@ class PageCopies:
             DeviceError: the copy failed.
         """
         block.wait()
-        k, v, tags = self._views(block.memory)
+        k, v, tags = self._views(block.writable())
         k[:, num_rows:] = 0
         v[:, num_rows:] = 0
         return bool((tags[:, :num_rows] == epoch).all())

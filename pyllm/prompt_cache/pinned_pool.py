@@ -15,6 +15,8 @@ import logging
 import os
 from collections import OrderedDict, deque
 
+import numpy as np
+
 from pyllm.device import Device, Event, PinnedBuffer
 from pyllm.device.arena import POISON
 from pyllm.errors import DeviceError, SessionError
@@ -40,7 +42,7 @@ class Block:
     """One piece of pinned memory.
 
     Attributes:
-        memory: [block_bytes] uint8, for copies; hosts write it only before it is handed to one.
+        memory: [block_bytes] uint8, for copies; hosts write through `writable`.
         array: the same, read-only.
         num_pins: how many parts of the program rely on the content; it does not give way before they are done.
         is_kept: False when it gave way to another, or was given back: its content is somebody else's now.
@@ -58,6 +60,11 @@ class Block:
         """A copy that was queued uses the block until an event has completed."""
         self._uses = [event for event in self._uses if not event.query()]
         self._uses.append(until)
+        self.buffer.used_until(until)  # copies are in one stream: the last ends last
+
+    def writable(self) -> np.ndarray:
+        """The memory for the host to write, see `PinnedBuffer.writable`."""
+        return self.buffer.writable()
 
     @property
     def is_idle(self) -> bool:
@@ -129,6 +136,7 @@ class PinnedPool:
         buffer = self._free.pop() if self._free else self._allocate() or self._evict()
         if buffer is None:
             return None
+        buffer.writable()  # with checks: no copy uses what is handed out
         block = Block(buffer)
         self._kept[block] = None
         self._high_water = max(self._high_water, len(self._kept) + len(self._retired))
@@ -180,7 +188,7 @@ class PinnedPool:
             block = self._retired.popleft()
             if block.is_idle:
                 if self._device.poison:
-                    block.memory[:] = POISON
+                    block.writable()[:] = POISON
                 self._free.append(block.buffer)
             else:
                 self._retired.append(block)

@@ -249,7 +249,7 @@ class Sessions:
                 for index in range(count + IN_FLIGHT - 1):
                     if index < count:
                         block = self._take_block(str(reader.path))
-                        queued.append((index, block, threads.submit(reader.read, f"page.{index}", block.memory)))
+                        queued.append((index, block, threads.submit(reader.read, f"page.{index}", block.writable())))
                     if index >= IN_FLIGHT - 1 and queued:
                         self._take_page(reader, loading, *queued.popleft())
                 while queued:

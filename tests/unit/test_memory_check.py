@@ -11,6 +11,7 @@ from pyllm.device.host import HostDevice
 from pyllm.errors import PyllmError
 from pyllm.executor import Segment, TestHooks
 from pyllm.ops.add import ADD
+from pyllm.prompt_cache.pinned_pool import PinnedPool
 from pyllm.sampling import SamplingParams
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, reference
@@ -78,6 +79,27 @@ def test_a_block_whose_event_is_open(device: HostDevice) -> None:
     with pytest.raises(AssertionError, match="a block is handed out while queued work may still use it"):
         device.empty((8,), np.float32)
     gate.open()
+
+
+def test_a_pinned_block_under_a_copy(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that forgets to look at events, and an owner that writes too early."""
+    pool = PinnedPool(device, 64, 64, "a test")
+    rows, gate = device.empty((64,), np.uint8), device.gate()
+    block = pool.take()
+    assert block is not None
+    device.copies.wait(device.record())
+    device.copies.copy(rows, block.memory)
+    block.used(device.copies.record())
+    with pytest.raises(AssertionError, match="pinned memory is written while queued work may still use it"):
+        block.writable()
+    assert pool.take() is None
+    monkeypatch.setattr(type(block), "is_idle", True)
+    with pytest.raises(AssertionError, match="pinned memory is written while queued work may still use it"):
+        pool.take()
+    monkeypatch.undo()
+    gate.open()
+    device.copies.record().synchronize()
+    block.writable()[:] = 1
 
 
 def test_answers_are_the_same(device: HostDevice) -> None:
