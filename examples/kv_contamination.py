@@ -9,9 +9,10 @@ right.
     python examples/kv_contamination.py [MODEL] [--device cpu] [--inputs zero-copy] [--document 7000]
 
 Columns: ubatches of the document that were run; tokens of it whose row is wrong: in the first layer the key is another
-token's or none, or in some layer the row was never written; those of them where some layer has a row of the chat
-instead, which attention would use; faults that the checks on the device recorded; the largest difference of the first
-answer's logits from the fresh engine's; answers in which a word of the chat's topic occurs.
+token's or none, or in some layer the row was never written; those of them that the checks on the device name: the row
+itself, or its ubatch as a whole; those where some layer has a row of the chat instead, which attention would use;
+faults that were acted on; the largest difference of the first answer's logits from the fresh engine's; answers in which a word
+of the chat's topic occurs. A run that is stopped looks at no record behind the first with a fault.
 
 Dropping the wait is a hook for tests; the script reaches into the engine for it, and for its K/V rows.
 """
@@ -34,6 +35,8 @@ from pyllm.chat_prompt import encode_chat
 from pyllm.device import open_device
 from pyllm.errors import StaleKVError
 from pyllm.executor import TestHooks
+from pyllm.fault_messages import hits_whole_step
+from pyllm.faults import FaultKind
 from pyllm.hub import resolve
 from pyllm.kv_cache import SequenceKV
 from pyllm.llm import EngineOptions
@@ -69,6 +72,7 @@ class Outcome:
     name: str
     ubatches: int = 0
     misplaced: int = 0
+    named: int = 0
     stale: int = 0
     faults: int = 0
     answers: list[str] = field(default_factory=list)
@@ -114,8 +118,9 @@ class Run:
             fill_rows(self.llm._device, layer, 0, self._cache.num_pages * PAGE_SIZE, 0)
         self._before: Rows = []
         self._document: list[int] = []
+        self._named: set[int] = set()  # positions of the document
         self._original = self._scheduler._handle_faults
-        self._scheduler._handle_faults = self._count_faults if checks else self._ignore_faults
+        self._scheduler._handle_faults = self._count_faults if checks else self._note_faults
         if not checks:
             self._cache._next_epoch = itertools.repeat(1)  # all tags are equal: nobody's row looks like another's
         self.rows: Rows | None = None
@@ -215,13 +220,18 @@ class Run:
             visible = self.llm._device.download(layer.tags)[places] == epochs
             stale |= never_written & before.any(axis=1) & visible
         self.outcome.misplaced, self.outcome.stale = int(misplaced.sum()), int(stale.sum())
+        self.outcome.named = len(self._named & set(np.flatnonzero(misplaced).tolist()))
 
     def _count_faults(self, entry, found) -> None:
         self.outcome.faults += len(found)
+        self._note_faults(entry, found)
         self._original(entry, found)
 
-    def _ignore_faults(self, entry, found) -> None:
-        pass
+    def _note_faults(self, entry, found) -> None:
+        """Which rows the checks name, as the scheduler reads it."""
+        self._named.update(fault.position for fault in found if fault.kind == FaultKind.ROW_ID)
+        for segment in entry.step.segments if hits_whole_step(found) else ():
+            self._named.update(range(segment.start, segment.start + len(segment.token_ids)))
 
 
 def open_engine(given: argparse.Namespace, hooks: TestHooks, fresh: bool) -> LLM:
@@ -285,8 +295,9 @@ def row(outcome: Outcome, right: Outcome) -> str:
         assert right.logits is not None
         difference = f"{np.abs(outcome.logits - right.logits).max():.3g}"
         answers = f"{outcome.with_topic} of {len(outcome.answers)}"
-    counts = (outcome.ubatches, outcome.misplaced, outcome.stale, outcome.faults)
-    return f"| {outcome.name} | {' | '.join(f'{count:,}' for count in counts)} | {difference} | {answers} |"
+    named = "-" if outcome.logits is None else f"{outcome.named:,}"
+    counts = f"{outcome.ubatches:,} | {outcome.misplaced:,} | {named} | {outcome.stale:,} | {outcome.faults:,}"
+    return f"| {outcome.name} | {counts} | {difference} | {answers} |"
 
 
 def main() -> None:
@@ -312,9 +323,9 @@ def main() -> None:
         go("wait dropped, no checks", given, right, drop_wait=True, checks=False),
         go("wait dropped, checks on", given, right, drop_wait=True),
     ]
-    heads = ("run", "ubatches", "rows misplaced", "stale rows visible", "faults caught", "logit difference")
-    print(f"| {' | '.join(heads)} | answers with topic words |")
-    print("| --- " * 7 + "|")
+    heads = ("run", "ubatches", "rows misplaced", "of these named", "stale rows visible", "faults caught")
+    print(f"| {' | '.join(heads)} | logit difference | answers with topic words |")
+    print("| --- " * 8 + "|")
     for run in runs:
         print(row(run.outcome, right.outcome), flush=True)
     for run in (right, *runs) if given.show_answers else ():

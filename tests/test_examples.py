@@ -57,10 +57,11 @@ def test_the_fault_shows_and_is_caught(inputs: str) -> None:
     arguments = [sys.executable, EXAMPLES / "kv_contamination.py", LLAMA, *SHORT, "--inputs", inputs]
     shown = subprocess.run(arguments, capture_output=True, encoding="utf-8", timeout=120, check=True).stdout
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:]]
-    guarded, dropped, caught = ({"misplaced": int(row[2]), "stale": int(row[3]), "faults": int(row[4])} for row in rows)
-    assert guarded == {"misplaced": 0, "stale": 0, "faults": 0} and rows[0][5] == "0"
-    assert dropped["misplaced"] > 0 and dropped["stale"] > 0 and float(rows[1][5]) > 0
-    assert caught["stale"] == 0 and caught["faults"] > 0 and rows[2][6] == "none: StaleKVError"
+    guarded, dropped, caught = ({"misplaced": int(row[2]), "stale": int(row[4]), "faults": int(row[5])} for row in rows)
+    assert guarded == {"misplaced": 0, "stale": 0, "faults": 0} and rows[0][6] == "0"
+    assert dropped["misplaced"] > 0 and dropped["stale"] > 0 and float(rows[1][6]) > 0
+    assert rows[1][3] == rows[1][2], "the checks name every row that is misplaced"
+    assert caught["stale"] == 0 and caught["faults"] > 0 and rows[2][7] == "none: StaleKVError"
 
 
 def test_the_job_is_resumed(tmp_path: Path) -> None:
