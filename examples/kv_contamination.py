@@ -11,8 +11,8 @@ right.
 Columns: ubatches of the document that were run; tokens of it whose row is wrong: in the first layer the key is another
 token's or none, or in some layer the row was never written; those of them that the checks on the device name: the row
 itself, or its ubatch as a whole; those where some layer has a row of the chat instead, which attention would use;
-faults that were acted on; the largest difference of the first answer's logits from the fresh engine's; answers in which a word
-of the chat's topic occurs. A run that is stopped looks at no record behind the first with a fault.
+faults that were acted on; the largest difference of the first answer's logits from the fresh engine's; answers in
+which a word of the chat's topic occurs. A run that is stopped looks at no record behind the first with a fault.
 
 Dropping the wait is a hook for tests; the script reaches into the engine for it, and for its K/V rows.
 """
