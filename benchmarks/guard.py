@@ -2,32 +2,32 @@
 
     python benchmarks/guard.py [MODEL] [--device gpu] [--inputs zero-copy] [--pairs 20]
 
-Without the guard, slots are handed out while the device may still read them, and nobody looks at what the checks find:
-the tokens may be wrong then, but as many are computed. Both runs of a pair are on one engine, in turn, so that the
-ratio survives a machine whose speed drifts. Queued ahead: ubatches that were not done when another was submitted, the
-median of guarded runs. Correct: whether logits of guarded prefills, one before and one behind the pairs, equal in every
-bit those of an engine with one slot. --prefills N repeats the first prompt, guarded, and counts the runs whose logits
-differ.
+Without the guard: a second engine that never waits for a slot and looks at no fault record. It has a slot for every
+ubatch that may be queued and one more, so that its inputs are right all the same and both engines compute the same; two
+runs of a pair follow each other, in turn first, so that the ratio survives a machine whose speed drifts. Queued ahead:
+ubatches that were not done when another was submitted, the median of guarded runs and the most. Correct: whether the
+whole row of logits and all K and V rows of guarded prefills, one before and one behind the pairs, equal in every bit
+those of an engine with one slot. --prefills N repeats the first prompt, guarded, and counts the runs that differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from pyllm.device import open_device
 from pyllm.executor import TestHooks
 from pyllm.hub import resolve
+from pyllm.kv_cache import SequenceKV
 from pyllm.llm import LLM, EngineOptions
-from pyllm.sampling import SamplingParams
+from pyllm.sampling import Sampled, Sampler, SamplingParams
 
 WARM_UP = 2  # runs of each kind that are not counted: kernels are compiled, steps recorded
 
@@ -47,22 +47,7 @@ class QueueDepth:
         executor.submit = submit  # type: ignore[method-assign]
 
 
-@contextmanager
-def guard(llm: LLM, guarded: bool) -> Iterator[None]:
-    """Switch the guard of an engine on or off for a while."""
-    executor, scheduler = llm._executor, llm._scheduler
-    hooks, handle = executor._hooks, scheduler._handle_faults
-    if not guarded:
-        executor._hooks, executor._ring._wait = TestHooks(enforce=False), False
-        scheduler._handle_faults = lambda entry, found: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        llm._device.synchronize()
-        executor._hooks, executor._ring._wait, scheduler._handle_faults = hooks, True, handle  # type: ignore[method-assign]
-
-
-def open_engine(given: argparse.Namespace, ring: int) -> LLM:
+def open_engine(given: argparse.Namespace, ring: int, guarded: bool = True) -> LLM:
     options = EngineOptions(
         ctx_size=max(given.prompts) + given.new_tokens,
         batch_size=given.inflight * given.ubatch,
@@ -70,28 +55,56 @@ def open_engine(given: argparse.Namespace, ring: int) -> LLM:
         inflight=given.inflight,
         ring_depth=ring,
         inputs=given.inputs,
+        hooks=TestHooks(enforce=guarded),
     )
-    return LLM.with_options(given.model, open_device(given.device), options)
+    llm = LLM.with_options(given.model, open_device(given.device), options)
+    if not guarded:
+        llm._executor._ring._wait = False
+        llm._scheduler._handle_faults = lambda entry, found: None  # type: ignore[method-assign]
+    return llm
 
 
-def rate(llm: LLM, guarded: bool, prompt: list[int], new_tokens: int) -> float:
+def rate(llm: LLM, prompt: list[int], new_tokens: int) -> float:
     """Tokens/s of a prefill, or of decoding where more than one token is wanted."""
     params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    with guard(llm, guarded):
-        start = time.perf_counter()
-        stream = llm.generate(prompt, params)
-        next(stream)
-        first = time.perf_counter()
-        count = 1 + sum(chunk.token is not None for chunk in stream)
-        end = time.perf_counter()
+    start = time.perf_counter()
+    stream = llm.generate(prompt, params)
+    next(stream)
+    first = time.perf_counter()
+    count = 1 + sum(chunk.token is not None for chunk in stream)
+    end = time.perf_counter()
     return len(prompt) / (first - start) if count == 1 else (count - 1) / (end - first)
 
 
-def last_logits(llm: LLM, prompt: list[int]) -> np.ndarray:
-    """The row behind a prompt, as its log-probabilities show it."""
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    (chunk,) = llm.generate(prompt, params)
-    return np.array([(token, value) for token, value in chunk.top_logprobs])
+class Prefill:
+    """What a prompt leaves: the row of logits behind it, and its K and V rows in all layers."""
+
+    def __init__(self, llm: LLM, prompt: list[int]) -> None:
+        self.arrays: list[np.ndarray] = []
+        cache, length = llm._cache, len(prompt)
+
+        def keep_rows(seq: SequenceKV) -> None:
+            rows = cache.row_ids(seq, np.arange(length))
+            self.arrays += [llm._device.download(array)[:, rows].view(np.uint8) for array in (cache.k, cache.v)]
+
+        # Log-probabilities are asked for so that whole rows of logits come back.
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=1)
+        original = Sampler.sample
+
+        def keep_logits(sampler: Sampler, row: np.ndarray, history: list[int]) -> Sampled:
+            self.arrays.append(row.view(np.uint8).copy())
+            return original(sampler, row, history)
+
+        cache.before_removal, Sampler.sample = keep_rows, keep_logits  # type: ignore[method-assign]
+        try:
+            list(llm.generate(prompt, params))
+        finally:
+            cache.before_removal, Sampler.sample = None, original  # type: ignore[method-assign]
+        assert [array.ndim for array in self.arrays] == [1, 3, 3]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Prefill)
+        return all(map(np.array_equal, self.arrays, other.arrays))
 
 
 def shapes(
@@ -120,14 +133,17 @@ def main() -> None:
     rng = np.random.default_rng(1)
     with open_engine(given, ring=1) as llm:
         prompt = rng.integers(0, llm.tokenizer.vocab_size, given.prompts[0]).tolist()
-        expected = last_logits(llm, prompt)
+        expected = Prefill(llm, prompt)
+    rows = []
     with open_engine(given, given.ring) as llm:
-        before = last_logits(llm, prompt)
-        # All tags are equal from here on: reports of stale rows take time that an engine without checks would not need.
-        llm._cache._next_epoch = itertools.repeat(1)
-        rows = [measure(llm, given, *shape) for shape in shapes(given, rng, llm.tokenizer.vocab_size)]
-        right = (before == expected).all() and (last_logits(llm, prompt) == expected).all()
-        wrong = sum(not (last_logits(llm, prompt) == expected).all() for _ in range(given.prefills))
+        right = Prefill(llm, prompt) == expected
+        if given.pairs:
+            with open_engine(given, given.inflight + 1, guarded=False) as other:
+                rows = [measure(llm, other, given, *shape) for shape in shapes(given, rng, llm.tokenizer.vocab_size)]
+            right = right and Prefill(llm, prompt) == expected
+        queue = QueueDepth(llm)
+        progress = tqdm(range(given.prefills), unit="prefill", disable=None)
+        wrong = sum(Prefill(llm, prompt) != expected for _ in progress)
         device = llm.device_description
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print("| device | commit | model | inputs | shape | guarded | not guarded | ratio | queued ahead | correct |")
@@ -136,23 +152,27 @@ def main() -> None:
         head = f"{device} | {commit.stdout.strip() or '-'} | {given.model.name} | {given.inputs}"
         print(f"| {head} | {row} | {'yes' if right else 'NO'} |")
     if given.prefills:
-        print(f"\n{wrong} of {given.prefills:,} guarded prefills of {len(prompt):,} tokens differ from one slot")
+        print(
+            f"\n{wrong} of {given.prefills:,} guarded prefills of {len(prompt):,} tokens differ in logits, K or V from "
+            f"one slot; {given.ring} slots, up to {max(queue.depths)} ubatches queued ahead"
+        )
 
 
-def measure(llm: LLM, given: argparse.Namespace, name: str, prompt: list[int], new_tokens: int) -> str:
-    """Columns from the shape to what is queued ahead."""
+def measure(llm: LLM, other: LLM, given: argparse.Namespace, name: str, prompt: list[int], new_tokens: int) -> str:
+    """Columns from the shape to what is queued ahead; `other` is the engine without the guard."""
     queue, pairs, depths = QueueDepth(llm), [], []
     for index in range(WARM_UP + given.pairs):
         rates = {}
-        for guarded in (True, False) if index % 2 else (False, True):
+        for engine in (llm, other) if index % 2 else (other, llm):
             queue.depths.clear()
-            rates[guarded] = rate(llm, guarded, prompt, new_tokens)
-            depths += [statistics.median(queue.depths)] if guarded else []
+            rates[engine is llm] = rate(engine, prompt, new_tokens)
+            depths += [list(queue.depths)] if engine is llm else []
         pairs.append(rates)
     counted = pairs[WARM_UP:]
-    guarded, other = (statistics.median(pair[kind] for pair in counted) for kind in (True, False))
+    guarded, unguarded = (statistics.median(pair[kind] for pair in counted) for kind in (True, False))
     ratio = statistics.median(pair[True] / pair[False] for pair in counted)
-    return f"{name} | {guarded:,.0f} t/s | {other:,.0f} t/s | {ratio:.3f} | {statistics.median(depths[WARM_UP:]):.0f}"
+    ahead = f"{statistics.median(map(statistics.median, depths[WARM_UP:])):.0f}, at most {max(map(max, depths))}"
+    return f"{name} | {guarded:,.0f} t/s | {unguarded:,.0f} t/s | {ratio:.3f} | {ahead}"
 
 
 if __name__ == "__main__":
