@@ -624,12 +624,14 @@ class LLM:
     @property
     def sequence_bytes(self) -> Mapping[str, int]:
         """Device memory that is set aside for each sequence: "kv_rows" for a full context, and "recurrent_state"; and
-        pinned memory of the host that is taken when it is needed: "checkpoint" for each checkpoint of such a state."""
+        pinned memory of the host that is taken when it is needed: "checkpoint" for each checkpoint of such a state,
+        "all_checkpoints" for those of all sequences at most."""
         recurrent = self._cache.recurrent
         return {
             "kv_rows": self._cache.num_bytes // self._n_seqs,
             "recurrent_state": recurrent.num_bytes // self._n_seqs if recurrent is not None else 0,
             "checkpoint": recurrent.bytes_per_checkpoint if recurrent is not None else 0,
+            "all_checkpoints": recurrent.pool.stats()["budget_bytes"] if recurrent is not None else 0,
         }
 
     @property

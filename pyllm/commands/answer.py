@@ -85,10 +85,11 @@ def introduce(llm: LLM, ctx_size: int | None) -> None:
     note(f"Device: {llm.device_description}")
     sizes = llm.sequence_bytes
     if sizes["recurrent_state"]:
-        rows, state, saved = (size_text(sizes[name]) for name in ("kv_rows", "recurrent_state", "checkpoint"))
+        names = ("kv_rows", "recurrent_state", "checkpoint", "all_checkpoints")
+        rows, state, saved, most = (size_text(sizes[name]) for name in names)
         note(f"Memory per sequence: {rows} of K/V rows for {llm.ctx_size} tokens and {state} of recurrent state")
         if llm.keeps_prefixes:
-            note(f"Each checkpoint of a state takes {saved} of the host's memory, all together at most --cache-ram")
+            note(f"Each checkpoint of a state takes {saved} of the host's memory, all together at most {most}")
     if ctx_size is not None and llm.ctx_size < ctx_size:
         warn(f"the model was trained for {llm.ctx_size} tokens; -c {ctx_size} is cut down to that")
 

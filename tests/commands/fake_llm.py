@@ -23,7 +23,7 @@ class FakeLLM:
     during: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # called before each chunk
     device_name = "cpu"
     device_description = "cpu"
-    sequence_bytes: ClassVar[dict[str, int]] = {"kv_rows": 0, "recurrent_state": 0, "checkpoint": 0}
+    sequence_bytes: ClassVar[dict[str, int]] = {"kv_rows": 0, "recurrent_state": 0}  # no checkpoints without a state
     template = None
     keeps_prefixes = False
 

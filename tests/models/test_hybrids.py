@@ -313,6 +313,21 @@ def test_memory_per_sequence_is_told_and_is_what_is_taken() -> None:
     assert f"Memory per sequence: {rows} of K/V rows for 128 tokens and {state} of recurrent state\n" in shown
 
 
+def test_memory_of_checkpoints_is_told_and_holds() -> None:
+    path = model_path(MODELS[SMALL])
+    options = ["chat", str(path), "-n", "1", "-c", "128", "--cache-ram", "1M"]
+    shown = CliRunner().invoke(command_line, options, input="hello\n").stderr
+    with open_engine(path, ctx_size=128, prefix_cache=True, cache_ram=2**20) as llm:
+        sizes, recurrent = llm.sequence_bytes, llm._cache.recurrent
+        assert recurrent is not None
+        for first in range(3, 23):  # more than there is room for
+            tokens(llm.generate([first, *IDS[:20]], greedy(2)))
+        kept = llm.stats["memory"]["checkpoints"]
+    assert kept["high_water_bytes"] <= sizes["all_checkpoints"] == recurrent.pool.num_allocated * sizes["checkpoint"]
+    saved, most = size_text(sizes["checkpoint"]), size_text(sizes["all_checkpoints"])
+    assert f"Each checkpoint of a state takes {saved} of the host's memory, all together at most {most}\n" in shown
+
+
 def test_nothing_of_a_conversation_reaches_the_next() -> None:
     """Rounds of a prompt with a word of its own and an unrelated one in several ubatches: as in a fresh process."""
     rng = np.random.default_rng(3)
