@@ -55,6 +55,8 @@ def recurrent_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchC
         yield _rule_case(heads, counts)
         yield from _norm_cases(heads, sum(counts))
         yield from _gate_cases(sizes, sum(counts))
+    for count in (sizes.many // 2, 4 * sizes.many):
+        yield _rule_case(heads, (count,))
     yield from _row_cases(heads)
 
 
