@@ -3,10 +3,12 @@
     python benchmarks/batch_gpu.py MODEL [--parallel 256] [--tokens 128] [--rounds 3] [--batch-invariant] [--ragged]
 
 One sequence decodes as many tokens by itself; then `parallel` lines run through the batch layer, as `pyllm batch` runs
-them, in one process: the first rounds compile and record and are not counted. The device counts as busy from an event
-before a step's first launch to one behind its last; steps whose launches are not recorded leave gaps in between, which
-count as busy. Some lines are then run alone: with --batch-invariant all tokens have to be equal; otherwise the first
-that differs must have been nearly as likely as the other. The status is 1 where not.
+them, in one process: the first rounds compile and record and are not counted, and texts whose tokens an earlier round
+has found are forgotten. The device counts as busy from an event before a step's first launch to one behind its last;
+steps whose launches are not recorded leave gaps in between, which count as busy. A round has three parts: until all
+lines that run together are begun, until the last step ends, and what is behind it. Some lines are then run alone: with
+--batch-invariant all tokens have to be equal; otherwise the first that differs must have been nearly as likely as the
+other. The status is 1 where not.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,8 @@ class BusyTime:
     def __init__(self, llm: LLM) -> None:
         self._device: Any = llm._device
         self._events: list[tuple[Any, Any]] = []
+        self._first: Any = None
+        self._first_at = 0.0
         if llm.device_name == "gpu":
             self._device.step = self._step
 
@@ -72,21 +78,46 @@ class BusyTime:
         event.record(self._device.stream)
         return event
 
-    def take(self) -> tuple[float | None, int]:
-        """Seconds in which steps ran since the last call, None without a GPU, and how many they were."""
+    def start(self) -> None:
+        """From here on. Nothing is queued."""
         self._device.synchronize()
-        events, self._events = self._events, []
-        elapsed = self._device._cupy.cuda.get_elapsed_time if events else None
-        return (sum(elapsed(*pair) for pair in events) / 1e3 if elapsed else None), len(events)
+        self._events.clear()
+        if self._device.name == "gpu":
+            self._first, self._first_at = self._event(), time.perf_counter()
+
+    def take(self) -> list[tuple[float, float]]:
+        """Start and end of each step since `start`, in seconds of time.perf_counter(); none without a GPU."""
+        self._device.synchronize()
+        elapsed = self._device._cupy.cuda.get_elapsed_time if self._events else None
+        return [
+            (self._first_at + elapsed(self._first, start) / 1e3, self._first_at + elapsed(self._first, end) / 1e3)  # type: ignore[misc]
+            for start, end in self._events
+        ]
 
 
 @dataclass
 class Round:
-    """One pass over all lines; `busy` in seconds, None where it is not known."""
+    """One pass over all lines.
+
+    Attributes:
+        steps: start and end of each on the device, as far as that is known.
+        started, begun, ended: when it started, when all lines that run together had been begun, when it ended.
+    """
 
     tally: Tally
-    busy: float | None
-    steps: int
+    steps: Sequence[tuple[float, float]]
+    started: float
+    begun: float
+    ended: float
+
+    @property
+    def parts(self) -> list[tuple[float, float]]:
+        """Seconds of each part, and of them those in which the device had nothing to do."""
+        marks = [self.started, self.begun, max([self.begun, *(end for _, end in self.steps)]), self.ended]
+        return [(end - start, end - start - self._busy(start, end)) for start, end in pairwise(marks)]
+
+    def _busy(self, start: float, end: float) -> float:
+        return sum(max(0.0, min(end, until) - max(start, since)) for since, until in self.steps)
 
 
 def params(options: argparse.Namespace, **more: Any) -> SamplingParams:
@@ -116,22 +147,27 @@ def run_lines(llm: LLM, options: argparse.Namespace, folder: Path, busy: BusyTim
     source = open_source(str(folder / "in.jsonl"), None, ())
     reader = LineReader(params(options), source.has_columns, None, None, False)
     requests: list[Request] = []
+    begun_at: list[float] = []
     begin = llm.begin
 
     def begun(*given: Any) -> Any:
         generation = begin(*given)
         requests.append(generation._request)
+        begun_at.append(time.perf_counter())
         return generation
 
     llm.forget()
-    busy.take()
+    llm.tokenizer._encoded.clear()
     with Output(folder / "out.jsonl", overwrite=True) as output:
         output.prepare()
         llm.begin = begun  # type: ignore[method-assign]
         runner = Runner(llm, reader, output, options.parallel, "model", lambda tally: None)
+        busy.start()
+        started = time.perf_counter()
         runner.run(Feed(source.entries()))
+        ended = time.perf_counter()
         llm.begin = begin  # type: ignore[method-assign]
-    return Round(runner.tally, *busy.take()), requests
+    return Round(runner.tally, busy.take(), started, begun_at[options.parallel - 1], ended), requests
 
 
 def differs(found: list[int], expected: list[int], likeliest: list[Any]) -> str:
@@ -183,12 +219,17 @@ def say(llm: LLM, options: argparse.Namespace, rounds: list[Round], single: floa
     words += f"{options.parallel} lines at a time, of {'up to ' * options.ragged}{options.tokens} tokens"
     print(f"{llm.device_description}: {words}, {len(rounds)} rounds")
     print(f"one sequence: {single:.1f} tokens/s; lines: {rate:.1f}, {rate / single:.1f} times as fast")
-    print(f"seconds: {median(lambda one: one.tally.seconds):.3f}, steps: {median(lambda one: one.steps):.0f}")
+    print(f"seconds: {median(lambda one: one.tally.seconds):.3f}, steps: {median(lambda one: len(one.steps)):.0f}")
     print(
         f"share of the batch layer: {100 * median(lambda one: 1 - one.tally.engine_seconds / one.tally.seconds):.2f} %"
     )
-    if rounds[0].busy is not None:
-        print(f"device idle: {100 * median(lambda one: 1 - one.busy / one.tally.seconds):.1f} %")
+    if not rounds[0].steps:
+        return
+    idle = median(lambda one: sum(unused for _, unused in one.parts) / (one.ended - one.started))
+    print(f"device idle: {100 * idle:.1f} %")
+    for index, name in enumerate(("until all are begun", "until the last step ends", "behind it")):
+        seconds, unused = (median(lambda one, i=i, index=index: one.parts[index][i]) for i in (0, 1))
+        print(f"  {name}: {1e3 * seconds:.1f} ms, idle {1e3 * unused:.1f} ms")
 
 
 if __name__ == "__main__":

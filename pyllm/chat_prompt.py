@@ -52,7 +52,7 @@ def encode_chat(
             text, answer = known.popleft()
             ids += [*tokenizer.encode(piece[:start], add_special=False, parse_special=False), *answer]
             piece = piece[start + len(text) :]
-        ids += tokenizer.encode(piece, add_special=False, parse_special=False)
+        ids += tokenizer.encode_again(piece)  # what stands around messages is the same in many prompts
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids.insert(0, tokenizer.bos_id)
     return ids

@@ -73,16 +73,18 @@ class ChatTemplate:
             raise TemplateError(f"the chat template is {len(source)} characters long, expected at most {_MAX_SOURCE}")
         self.source = source
         self._tokens = {"bos_token": Own(bos_token), "eos_token": Own(eos_token)}
-        self._lock = threading.Lock()  # the environment keeps the count of one rendering
+        self._lock = threading.RLock()  # the environment keeps the count of one rendering, and marks are of one
         self._environment = ChatEnvironment()
         try:
             code = self._environment.compile_counted(source, _FILENAME)
-            self._template = jinja2.Template.from_code(self._environment, code, self._environment.make_globals(None))
+            # A plain dict: each rendering copies it.
+            self._template = jinja2.Template.from_code(self._environment, code, dict(self._environment.globals))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {_one_line(error.message)}") from None
         except Exception as error:  # Python's compiler has limits of its own, on nesting for one
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}") from None
         self._private = private_chars([*self._environment.literals, bos_token, eos_token])
+        self._usual: tuple[ControlTexts, Marks] | None = None  # marks for messages without private characters
 
     @classmethod
     def from_metadata(
@@ -146,8 +148,16 @@ class ChatTemplate:
         them, in which nothing is a control token.
         """
         context = self._context(messages, template_args)
-        marks = Marks(controls, self._private | private_chars(_texts(context)))
-        return marks.cut(self._render(context, add_generation_prompt, marks))
+        foreign = private_chars(_texts(context))
+        with self._lock:
+            marks = Marks(controls, self._private | foreign) if foreign else self._usual_marks(controls)
+            return marks.cut(self._render(context, add_generation_prompt, marks))
+
+    def _usual_marks(self, controls: ControlTexts) -> Marks:
+        """Stand-ins of earlier renderings: messages in which no private character occurs hold none of them."""
+        if self._usual is None or self._usual[0] is not controls:
+            self._usual = controls, Marks(controls, self._private)
+        return self._usual[1]
 
     def _render(self, context: dict[str, Any], add_generation_prompt: bool, marks: Marks | None) -> str:
         input_size = sum(map(_input_size, context.values()))

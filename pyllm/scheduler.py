@@ -249,7 +249,8 @@ class Scheduler:
             if needed > usable:
                 self._end(request, "error", ContextError(f"{needed} K/V pages are needed, {usable} are in order"))
                 continue
-            if self._running and not self._has_pages(self._new_pages(request, needed)):
+            is_short = self._running and needed > self._cache.num_free_pages
+            if is_short and not self._has_pages(self._new_pages(request, needed)):
                 return
             known = self._first_rows(request)
             kv = known.seq

@@ -88,6 +88,11 @@ class Limits:
             num_bytes += _ITEM_BYTES * len(value)
         self.take(num_bytes)
 
+    def made_text(self, value: str) -> None:
+        """`made` and `measure` of a text."""
+        self.take(sys.getsizeof(value))
+        self.fit(len(value))
+
     def take(self, num_bytes: int) -> None:
         """Count so many bytes."""
         self.memory -= num_bytes

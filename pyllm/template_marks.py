@@ -24,6 +24,8 @@ from pyllm.tokenizer_special import ControlTexts
 _STAND_INS = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _STAND_IN = re.compile("[\U000f0000-\U0010ffff]")
 _PLACEHOLDER = re.compile(r"(%s|\{\w*\})")  # texts go there, so what stands on its two sides ends there
+_MOST_KEPT = 1024  # texts that are remembered
+_LONGEST_KEPT = 1 << 16  # characters of one
 
 
 class Own(str):
@@ -33,7 +35,7 @@ class Own(str):
 
 
 class Marks:
-    """The stand-ins of one rendering."""
+    """Stand-ins, for one rendering or for several, one after the other."""
 
     def __init__(self, controls: ControlTexts, foreign: Collection[str]) -> None:
         """
@@ -44,13 +46,17 @@ class Marks:
         self._free = (char for char in map(chr, chain(*_STAND_INS)) if char not in foreign)
         self._stand_ins: dict[int, str] = {}
         self._chars: dict[int, str] = {}
+        self._runs: re.Pattern[str] | None = None  # of stand-ins, those of `_chars`
         self._marked: dict[str, str] = {}
+        self._split: dict[str, list[str | int]] = {}
 
     def mark(self, text: str) -> str:
         """An own text, its characters marked."""
         marked = self._marked.get(text)
         if marked is None:
-            marked = self._marked[text] = "".join(map(self._mark_piece, _PLACEHOLDER.split(text)))
+            marked = "".join(map(self._mark_piece, _PLACEHOLDER.split(text)))
+            if len(self._marked) < _MOST_KEPT and len(text) <= _LONGEST_KEPT:
+                self._marked[text] = marked
         return marked
 
     def _mark_piece(self, text: str) -> str:
@@ -67,6 +73,7 @@ class Marks:
                 raise LimitError("there are not enough private-use characters to tell its own texts from the messages")
             self._stand_ins[ord(char)] = stand_in
             self._chars[ord(stand_in)] = char
+            self._runs = None
         return stand_in
 
     def plain(self, text: str) -> str:
@@ -77,17 +84,16 @@ class Marks:
         """The rendered text as a sequence of ids of control tokens and of the non-empty texts between them."""
         if not self._chars:
             return [rendered] if rendered else []
+        if self._runs is None:
+            self._runs = re.compile(f"([{''.join(map(chr, self._chars))}]+)")
         pieces: list[str | int] = []
         text: list[str] = []
-        known: dict[str, list[str | int]] = {}
         # Odd parts are marked throughout.
-        for index, part in enumerate(re.split(f"([{''.join(map(chr, self._chars))}]+)", rendered)):
+        for index, part in enumerate(self._runs.split(rendered)):
             if index % 2 == 0:
                 text.append(part)
                 continue
-            if part not in known:
-                known[part] = self._controls.split(self.plain(part))
-            for found in known[part]:
+            for found in self._split_run(part):
                 if isinstance(found, str):
                     text.append(found)
                 else:
@@ -95,6 +101,15 @@ class Marks:
                     text.clear()
         pieces.append("".join(text))
         return [piece for piece in pieces if piece != ""]
+
+    def _split_run(self, run: str) -> list[str | int]:
+        """Control tokens and texts of characters that are all marked."""
+        found = self._split.get(run)
+        if found is None:
+            found = self._controls.split(self.plain(run))
+            if len(self._split) < _MOST_KEPT and len(run) <= _LONGEST_KEPT:
+                self._split[run] = found
+        return found
 
 
 def private_chars(texts: Iterable[str]) -> set[str]:

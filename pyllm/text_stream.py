@@ -6,7 +6,7 @@ This module knows nothing of when a generation ends for other reasons (end token
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from pyllm.errors import UsageError
@@ -16,6 +16,8 @@ class PieceSource(Protocol):
     """What a stream needs of a tokeniser."""
 
     def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]: ...
+
+    def shown_pieces(self, token_ids: Sequence[int], opens: bool, skip_special: bool = False) -> tuple[bytes, bool]: ...
 
 
 class TextStream:
@@ -66,17 +68,12 @@ class TextStream:
             return data.decode("ascii")
         return self._take(self._decoder.decode(data))
 
-    def push_all(self, token_ids: Iterable[int]) -> str:
+    def push_all(self, token_ids: Sequence[int]) -> str:
         """What `push` returns for one after the other, at less cost."""
         if self._stop:
             return "".join(map(self.push, token_ids))
-        piece, opens, skip_special = self._tokenizer.shown_piece, self._opens, self._skip_special
-        pieces = []
-        for token_id in token_ids:
-            data, opens = piece(token_id, opens, skip_special)
-            pieces.append(data)
-        self._opens = opens
-        return self._take(self._decoder.decode(b"".join(pieces)))
+        data, self._opens = self._tokenizer.shown_pieces(token_ids, self._opens, self._skip_special)
+        return self._take(self._decoder.decode(data))
 
     def flush(self) -> str:
         """The sequence is over: return what was held back. An incomplete character becomes U+FFFD."""
@@ -89,6 +86,8 @@ class TextStream:
     def _take(self, text: str) -> str:
         if self.stopped or not text:
             return ""
+        if not self._stop:
+            return text
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:

@@ -7,7 +7,7 @@ tokens (`text_stream`) or of messages (`chat_template`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,8 @@ from pyllm.tokenizer_spm import SpmModel, byte_token_value
 from pyllm.tokenizer_vocab import BPE, HIDDEN_TYPES, MARKED_TYPES, TokenType, Vocabulary, read_vocabulary
 
 _MOST_SHOWN = 1 << 14  # pieces that are kept
+_MOST_ENCODED = 1024  # texts whose ids are kept
+_LONGEST_ENCODED = 256  # characters of one
 
 
 class Tokenizer:
@@ -41,6 +43,8 @@ class Tokenizer:
         self.eog_ids = vocab.eog_ids
         self.add_bos, self.add_eos = vocab.add_bos, vocab.add_eos
         self._shown: dict[tuple[int, bool, bool], tuple[bytes, bool]] = {}
+        self._pieces_by_id: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}  # with control tokens, and without
+        self._encoded: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -86,6 +90,18 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_again(self, text: str) -> Sequence[int]:
+        """The ids of `encode` for a text without BOS, EOS and control tokens, which probably comes again: those of the
+        last hundreds of short texts are kept."""
+        found = self._encoded.get(text)
+        if found is None:
+            found = tuple(self.encode(text, add_special=False))
+            if len(text) <= _LONGEST_ENCODED:
+                if len(self._encoded) >= _MOST_ENCODED:
+                    self._encoded.clear()
+                self._encoded[text] = found
+        return found
+
     def encode_prompt(self, rendered: str) -> list[int]:
         """Ids of a rendered chat template: markup becomes control tokens, and there is one BOS, never two.
 
@@ -126,6 +142,28 @@ class Tokenizer:
                 self._shown.clear()
             found = self._shown[key] = self.piece(token_id, opens, skip_special), self.is_special(token_id)
         return found
+
+    def shown_pieces(self, token_ids: Sequence[int], opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
+        """What `shown_piece` gives for one after the other, joined, and whether the next token opens a stretch of text.
+
+        Raises:
+            UsageError: no such token.
+        """
+        if self._vocab.add_space_prefix or not token_ids:
+            pieces = []
+            for token_id in token_ids:
+                data, opens = self.shown_piece(token_id, opens, skip_special)
+                pieces.append(data)
+            return b"".join(pieces), opens
+        # Without that space a token's piece is always the same.
+        known = self._pieces_by_id[skip_special]
+        missing = [token_id for token_id in token_ids if token_id not in known]
+        if missing:
+            if len(known) >= _MOST_SHOWN:
+                known.clear()
+                missing = [*token_ids]
+            known.update((token_id, self.token_bytes(token_id, skip_special)) for token_id in missing)
+        return b"".join(map(known.__getitem__, token_ids)), self.is_special(token_ids[-1])
 
     def piece(self, token_id: int, opens: bool, skip_special: bool = False) -> bytes:
         """Like `token_bytes`, without the space that `encode` added if the token opens a stretch of text: the first

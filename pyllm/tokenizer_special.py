@@ -8,6 +8,7 @@ from functools import cached_property
 
 _MAX_PART = 256  # characters; parts of longer tokens are not looked for
 _MAX_KEPT = 4096  # texts whose parts are remembered
+_FEW = 32  # tokens that are looked for one after the other
 
 
 class SpecialTokens:
@@ -25,6 +26,8 @@ class SpecialTokens:
     def split(self, text: str) -> list[str | int]:
         """The text as a sequence of ids of special tokens and of the non-empty texts between them."""
         spans = self.find(text)
+        if not spans:
+            return [text] if text else []
         parts: list[str | int] = []
         position = 0
         for start in sorted(spans):
@@ -41,11 +44,12 @@ class SpecialTokens:
         """start -> (end, id) of every special token. Every step is a C search; each token passes over the text once."""
         spans: dict[int, tuple[int, int]] = {}
         claimed = bytearray(len(text))
-        # A vocabulary may have thousands of special tokens (Gemma: 6,400); most begin with a pair the text lacks.
-        pairs = set(map(str.__add__, text, text[1:]))
-        for token, token_id in self._tokens:
-            if len(token) > 1 and token[:2] not in pairs:
-                continue
+        tokens = self._tokens
+        if len(tokens) > _FEW:
+            # A vocabulary may have thousands of special tokens (Gemma: 6,400); most begin with a pair the text lacks.
+            pairs = set(map(str.__add__, text, text[1:]))
+            tokens = [one for one in tokens if one[0][:2] in pairs or len(one[0]) == 1]
+        for token, token_id in tokens:
             start = text.find(token)
             while start >= 0:
                 end = start + len(token)

@@ -31,6 +31,8 @@ _INTEGERS = frozenset(
     ("max_tokens", "top_k", "seed", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "logprobs")
 )
 _TEXTS = frozenset({"stop", "dry_sequence_breakers"})
+_PLAIN = frozenset({int, float, str, bool})  # of settings that are compared with earlier ones
+_MOST_KEPT = 256  # combinations of settings
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -95,6 +97,7 @@ class LineReader:
     template: PromptTemplate | None = None
     system: str | None = None
     raw: bool = False
+    _known: dict[tuple[Any, ...], SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ticket(self, entry: Entry, usual: Form) -> Ticket:
         """Which line it is, also when something is wrong with the rest of it.
@@ -196,8 +199,21 @@ class LineReader:
     def _params(self, settings: Mapping[str, Any], ticket: Ticket) -> SamplingParams:
         seed = self.defaults.seed
         if seed is not None:
-            settings = {"seed": (seed + ticket.line - 1) % 2**64, **settings}
-        return replace(self.defaults, **settings)
+            seed = (seed + ticket.line - 1) % 2**64
+        others = {name: value for name, value in settings.items() if name != "seed"}
+        return self._checked(others).with_seed(settings.get("seed", seed))
+
+    def _checked(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """The defaults with other settings. Many lines have the same ones: they are checked once."""
+        if not _PLAIN.issuperset(map(type, settings.values())):
+            return replace(self.defaults, **settings)
+        key = tuple((name, type(value), value) for name, value in settings.items())  # 1, 1.0 and True are different
+        found = self._known.get(key)
+        if found is None:
+            found = replace(self.defaults, **settings)
+            if len(self._known) < _MOST_KEPT:
+                self._known[key] = found
+        return found
 
 
 def _unknown(names: list[str], advice: str) -> LineError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pyllm.errors import PyllmError
+
+_ENCODER = json.JSONEncoder(separators=(", ", ": "), allow_nan=False)  # ASCII
 
 
 class Output:
@@ -171,19 +173,20 @@ class Output:
                     size += target.write(line)
         return size
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record behind the others, once `prepare` was called; it is the system's when this returns.
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Write records behind the others, once `prepare` was called; they are the system's when this returns.
 
         Raises:
-            PyllmError: it cannot be written; nothing of it is left in the file.
+            PyllmError: not all can be written; those in the file are whole.
         """
         assert self._is_prepared
-        data = json.dumps(record, separators=(", ", ": "), allow_nan=False).encode() + b"\n"  # ASCII
+        data = b"".join(_lines(records))
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
+            self._size += data.rfind(b"\n", 0, len(data) - len(rest)) + 1
             with suppress(OSError):
                 os.ftruncate(self._file, self._size)
             raise PyllmError(
@@ -204,3 +207,8 @@ class Output:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    for record in records:
+        yield _ENCODER.encode(record).encode() + b"\n"

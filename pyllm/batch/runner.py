@@ -153,6 +153,7 @@ class Runner:
         self._usual = Form.SIMPLE
         self._is_stopping = False
         self._taken_at = 0.0  # when everything was taken last
+        self._complete: list[Mapping[str, Any]] = []  # records of this step
         controls = engine.tokenizer.control_texts()
         self._marks = {controls[text]: text for text in (OPEN, CLOSE) if text in controls}
         self.tally = Tally(failed=output.num_failed)
@@ -248,6 +249,7 @@ class Runner:
             raise
         except PyllmError as error:
             self._write_error(prepared.job.ticket, as_line_error(error))
+            self._write_complete()
             return
         num_known = self._prefixes.known(prepared.ids)
         may_stop = bool(prepared.job.params.stop)
@@ -270,6 +272,7 @@ class Runner:
         except LineError as error:
             if not self._is_done(ticket):
                 self._write_error(ticket, error)
+                self._write_complete()
 
     def _is_done(self, ticket: Ticket) -> bool:
         """Whether the output has this line's record from an earlier run.
@@ -302,12 +305,19 @@ class Runner:
                 thinks = False
             else:
                 ids = engine.chat_tokens(job.messages, **job.template_args)
-                thinks = opens_reasoning(engine.detokenize(ids[-_PROMPT_END:]))
+                thinks = self._opens_reasoning(ids)
             return _Prepared(job, ids, thinks)
         except DeviceError:
             raise
         except PyllmError as error:
             raise as_line_error(error) from None
+
+    def _opens_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of a think block; mostly its last tokens show that it does not."""
+        last = self._engine.detokenize(ids[-2:])
+        if last.isascii() and (shown := last.rstrip()) and shown[-1] != OPEN[-1]:
+            return False
+        return opens_reasoning(self._engine.detokenize(ids[-_PROMPT_END:]))
 
     # collecting
 
@@ -322,20 +332,30 @@ class Runner:
             all_of_it, self._taken_at = True, now
         before = self.tally.completion_tokens, len(self._running), self._ahead
         self._take_ahead()
-        for running in [one for one in self._running if all_of_it or one.may_stop or one.generation.has_ended]:
-            try:
-                reason = self._take(running)
-            except DeviceError:
-                raise
-            except PyllmError as error:
-                self._running.remove(running)
-                self._write_error(running.job.ticket, as_line_error(error), self._usage(running))
-                continue
-            if reason is not None:
-                self._running.remove(running)
-                if reason in ("stop", "length"):
-                    self._write(running, reason)
+        try:
+            over = {
+                id(running)
+                for running in self._running
+                if (all_of_it or running.may_stop or running.generation.has_ended) and self._has_ended(running)
+            }
+        finally:
+            self._write_complete()
+        if over:
+            self._running = [running for running in self._running if id(running) not in over]
         return (self.tally.completion_tokens, len(self._running), self._ahead) != before
+
+    def _has_ended(self, running: _Running) -> bool:
+        """Take what has come for a line; whether that was the last of it."""
+        try:
+            reason = self._take(running)
+        except DeviceError:
+            raise
+        except PyllmError as error:
+            self._write_error(running.job.ticket, as_line_error(error), self._usage(running))
+            return True
+        if reason in ("stop", "length"):
+            self._write(running, reason)
+        return reason is not None
 
     def _take_ahead(self) -> None:
         if self._ahead is None:
@@ -402,8 +422,14 @@ class Runner:
         self._append(error_record(ticket, error, usage))
 
     def _append(self, shown: Mapping[str, Any]) -> None:
-        self._output.append(shown)
+        self._complete.append(shown)
         self.tally.finished += 1
+
+    def _write_complete(self) -> None:
+        """Of lines that end together in one call: each is still whole."""
+        complete, self._complete = self._complete, []
+        if complete:
+            self._output.append(*complete)
 
 
 class Feed:

@@ -28,6 +28,8 @@ from pyllm.prompt_cache.pinned_pool import Block
 from pyllm.prompt_cache.tree import Node, Tree
 from pyllm.recurrent_cache import Checkpoint
 
+GIVEN_UP_TOGETHER = 32  # a part of all pages so small
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -172,7 +174,8 @@ class PrefixIndex:
                 self._cache.let_go(page)
 
     def make_room(self, num_pages: int, but: Collection[Node] = ()) -> bool:
-        """Give pages up until so many are free. Returns False when there are not enough; what could go has gone.
+        """Give pages up until so many are free, or, where they are lost, some more than that. Returns False when there
+        are not enough; what could go has gone.
 
         Args:
             but: nodes that keep theirs.
@@ -181,6 +184,8 @@ class PrefixIndex:
         short = num_pages - self._cache.num_free_pages
         if short <= 0:
             return True
+        if self._tier is None:  # looking for the oldest costs more than giving some more of them up
+            short = max(short, self._cache.num_pages // GIVEN_UP_TOGETHER)
         leaving: list[Node] = []
         for node in self._tree.by_age():
             if node.page >= 0 and node not in but:
@@ -310,6 +315,8 @@ class PrefixIndex:
 
     def _add_states(self, node: Node, states: dict[int, Checkpoint], stop: int) -> None:
         """Move those up to a position to the node, in the place of one that is there already."""
+        if not states:
+            return
         for position in [position for position in states if position <= stop]:
             saved = states.pop(position)
             if node.last_state(position) == position:

@@ -83,13 +83,14 @@ class Tree:
 
     def by_age(self) -> list[Node]:
         """The least recently used first, children before their parents."""
-        found: list[tuple[int, int, Node]] = []
+        found: list[tuple[int, int, int, Node]] = []
         stack = [(child, -1) for child in self.root.children.values()]
         while stack:
             node, depth = stack.pop()
-            found.append((node.used, depth, node))
-            stack.extend((child, depth - 1) for child in node.children.values())
-        return [node for _, _, node in sorted(found, key=lambda item: item[:2])]
+            found.append((node.used, depth, len(found), node))
+            if node.children:
+                stack.extend((child, depth - 1) for child in node.children.values())
+        return [node for *_, node in sorted(found)]
 
     def longest(self, token_ids: Sequence[int], on_device: bool = False) -> tuple[list[Node], int]:
         """Nodes whose pages hold the beginning of a prompt, and how many of its tokens these are; where states are
@@ -107,9 +108,10 @@ class Tree:
                 if not child.is_known:
                     self.remove(child)
                     continue
-                shared = shared_length(child.tokens, rest)
-                if not shared or (on_device and child.page < 0):
+                at_least = max(1, best[1] - start + 1)  # tokens that it has to share: hundreds of children begin alike
+                if child.tokens[:at_least] != rest[:at_least] or (on_device and child.page < 0):
                     continue
+                shared = shared_length(child.tokens, rest)
                 usable = child.last_state(start + shared) if self._needs_states else start + shared
                 if usable > best[1]:
                     best = [*path, child], usable
@@ -125,7 +127,7 @@ class Tree:
         child = node.children.get(tokens) or self._covering(node, tokens)
         if child is not None and child.is_known:
             return child, False
-        known = self._drop_covered(node, tokens)
+        known = self._drop_covered(node, tokens) if node.parts or child is not None else dict[int, Checkpoint]()
         child = Node(tokens, page, epoch, node, node.start + len(node.tokens), states=known)
         node.children[tokens] = child
         if len(tokens) < self._page_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pyllm.errors import PyllmError
@@ -17,6 +19,9 @@ class Pieces:
 
     def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
         return self.pieces[token_id], False
+
+    def shown_pieces(self, token_ids: Sequence[int], opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
+        return b"".join(self.pieces[token_id] for token_id in token_ids), False
 
 
 MARKS = {9: "<mark>"}

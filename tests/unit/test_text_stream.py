@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,6 +21,9 @@ class Bytes:
 
     def shown_piece(self, token_id: int, opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
         return self.pieces[token_id], False
+
+    def shown_pieces(self, token_ids: Sequence[int], opens: bool, skip_special: bool = False) -> tuple[bytes, bool]:
+        return b"".join(self.pieces[token_id] for token_id in token_ids), False
 
 
 def shown(stream: TextStream, ids: list[int] | bytes) -> list[str]:
