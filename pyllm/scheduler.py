@@ -339,7 +339,7 @@ class Scheduler:
                 if (segment := self._known_tokens(request, room, output_room, chosen)) is not None:
                     chosen.append((request, segment))
                     room, output_room = room - 1, output_room - segment.num_outputs
-            elif request.is_kept and self._can_run_ahead(request, kv) and self._cache.extend(kv, 1):
+            elif request.is_kept and self._can_run_ahead(request, kv) and self._has_row(kv):
                 given = (kv, kv.length - 1, _UNKNOWN, 1, request.whole_rows, request.place, request.place)
                 chosen.append((request, _new_segment(given)))
                 room -= 1
@@ -379,6 +379,14 @@ class Scheduler:
         needed = kv.length + 2  # with the token that the step itself brings
         most = request.params.max_tokens if request.params is not None else 0
         return needed <= self._ctx_size and (most is None or needed <= request.num_prompt + most)
+
+    def _has_row(self, kv: SequenceKV) -> bool:
+        """Make room for one more row, for which kept rows may give way, but no sequence."""
+        if self._cache.extend(kv, 1):
+            return True
+        if self._index is None or not self._index.make_room(self._cache.num_free_pages + 1):
+            return False
+        return self._cache.extend(kv, 1)
 
     def _make_room(self, request: Request, count: int, chosen: list[tuple[Request, Segment]]) -> bool:
         """Extend a request's rows; put younger requests back into the queue while pages are short."""
@@ -469,7 +477,7 @@ class Scheduler:
             self._handle_faults(entry, found)
         row, best, publish, sample = 0, logits.best(self._num_tokens), self._cache.publish, self._sample
         for request, segment in zip(entry.requests, entry.step.segments, strict=True):
-            seq, start, token_ids, num_outputs, *_ = segment
+            seq, start, token_ids, num_outputs, _, _, _ = segment
             first, row = row, row + num_outputs
             if request.kv is not seq or request.finish_reason is not None:
                 continue
@@ -490,20 +498,19 @@ class Scheduler:
 
     def _sample(self, request: Request, logits: Logits, row: int, best: int | None) -> None:
         """Choose a token by a row, of which `best` is the likeliest, as far as that is known."""
-        params = request.params
+        params, token_ids, num_prompt = request.params, request.token_ids, request.num_prompt
         assert params is not None
         # The likeliest is what the sampler would choose, without a row as long as the vocabulary.
         is_known = best is not None and request.takes_best
         sampled = plain_sampled(best) if is_known else self._drawn(request, logits, row)
-        token, token_ids = sampled.token, request.token_ids
-        if len(token_ids) == request.num_prompt:
+        if len(token_ids) == num_prompt:
             request.first_token_at = time.perf_counter()
-        token_ids.append(token)
+        token_ids.append(sampled.token)
         request.emitted.append(sampled)
         length, most = len(token_ids), params.max_tokens
-        if self._is_end(token) and not params.ignore_eos:
+        if not params.ignore_eos and self._is_end(sampled.token):
             self._end(request, "stop")
-        elif most is not None and length >= request.num_prompt + most:
+        elif most is not None and length >= num_prompt + most:
             self._end(request, "length")
         elif length >= self._ctx_size:
             self._end_of_context(request)
@@ -551,7 +558,7 @@ class Scheduler:
         kv, request.kv = request.kv, None
         if request in self._running:
             self._running.remove(request)
-        if request in self._waiting:
+        elif request in self._waiting:
             self._waiting.remove(request)
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
