@@ -164,3 +164,24 @@ def test_templates() -> None:
         with pytest.raises(UsageError, match="--template"):
             PromptTemplate(text)
     assert PromptTemplate("none").fill({}) == "none"
+
+
+def test_settings_that_come_again_are_those_of_the_line() -> None:
+    reading = LineReader(PARAMS)
+
+    def params(line: int, **settings: Any) -> SamplingParams:
+        entry = Entry(line, {"prompt": "Hi", **settings})
+        return reading.job(entry, reading.ticket(entry, Form.SIMPLE)).params
+
+    for line in range(1, 4):
+        for settings in ({}, {"max_tokens": 1}, {"top_k": 1}, {"stop": ["a"], "top_k": 1}, {"stop": "b"}, {"seed": 3}):
+            given: dict[str, Any] = {"seed": 6 + line, **settings}
+            assert params(line, **settings) == SamplingParams(**{"max_tokens": None, "temperature": 0.5, **given})
+        # Equal to a good value, but not of its type.
+        for wrong in ({"max_tokens": True}, {"max_tokens": 1.0}, {"seed": -1}, {"seed": True}, {"seed": 1.5}):
+            with pytest.raises(LineError) as caught:
+                params(line, **wrong)
+            assert caught.value.code == "invalid_value"
+    for number in range(1, 1000):
+        assert params(1, max_tokens=number).max_tokens == number
+    assert len(reading._known) <= 256

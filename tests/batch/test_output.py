@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,28 @@ def test_settings(tmp_path: Path) -> None:
         settings_path(out).write_bytes(damaged)
         with pytest.raises(PyllmError, match="damaged"):
             read_settings(out)
+
+
+def test_of_several_records_those_that_are_whole_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "out.jsonl", os.write
+    records = [simple(line) for line in range(1, 6)]
+    lines = [json.dumps(record) + "\n" for record in records]
+    for room in range(len("".join(lines)) + 1):
+        left = room
+
+        def writes(file: int, data: memoryview) -> int:
+            nonlocal left
+            if not left:
+                raise OSError(28, "No space left on device")
+            count = real(file, data[: min(left, 50)])
+            left -= count
+            return count
+
+        with Output(path, overwrite=True) as output:
+            output.prepare()
+            monkeypatch.setattr(os, "write", writes)
+            with suppress(PyllmError):
+                output.append(*records)
+            monkeypatch.undo()
+        whole = [line for number, line in enumerate(lines, 1) if len("".join(lines[:number])) <= room]
+        assert path.read_text() == "".join(whole)

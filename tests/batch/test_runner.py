@@ -282,3 +282,40 @@ def test_prompts_are_started_while_others_are_encoded(tmp_path: Path) -> None:
     assert engine.started == [15, 31, 47, 63, 79, 95]  # one of each part waits for what follows it
     assert batch.by_line() == {number + 1: f"{number} b c" for number in range(120)}
     assert engine.most_open > 100
+
+
+def test_lines_that_end_together_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, append = [], Output.append
+    monkeypatch.setattr(Output, "append", lambda self, *records: (counts.append(len(records)), append(self, *records)))
+    batch = Batch(tmp_path, [{"prompt": "a b c"}] * 4 + [{"prompt": "a b c d"}, "damaged"])
+    batch.run(8)
+    assert counts == [1, 4, 1]
+    assert [record["line"] for record in batch.records] == [6, 1, 2, 3, 4, 5]
+
+
+def test_what_ended_before_the_device_failed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(tmp_path, [{"prompt": "a b"}, {"prompt": "a fails"}, {"prompt": "a b"}])
+    take = Runner._take
+
+    def failing(self: Runner, running: Any) -> str | None:
+        if "fails" in running.job.messages[0]["content"] and running.generation.has_ended:
+            raise DeviceError("gone")
+        return take(self, running)
+
+    monkeypatch.setattr(Runner, "_take", failing)
+    with pytest.raises(DeviceError, match="gone"):
+        batch.run(4)
+    assert batch.by_line() == {1: "a b"}
+
+
+@pytest.mark.parametrize(
+    ("end", "thinks"), [("<think>", True), ("<think> \n", True), ("a <think", False), ("> a", False), ("é", False)]
+)
+def test_whether_a_prompt_opens_a_think_block(tmp_path: Path, end: str, thinks: bool) -> None:
+    class Ends(StubLLM):
+        def chat_tokens(self, messages: Any, **template_args: Any) -> list[Any]:
+            return ["x", *end.split(" ")]
+
+    batch = Batch(tmp_path, [{"prompt": "a"}])
+    batch.run(1, Ends(n_seqs=1))
+    assert ("reasoning" in batch.records[0]) is thinks

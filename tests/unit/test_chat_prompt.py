@@ -266,3 +266,42 @@ def test_many_control_tokens_are_found_quickly() -> None:
     template = ChatTemplate("{{ 'aaaa000001' }}" + "{{ 'aaaa' }}{{ messages[0].role }}{{ '000002' }}" * 3)
     pieces = template.pieces([{"role": "user", "content": "hi"}], tokenizer.controls)
     assert pieces == [tokenizer.control_texts()["aaaa000001"], "aaaauser000002" * 3]
+
+
+def test_marks_serve_many_renderings(many_controls: Tokenizer) -> None:
+    """One template, used again and again, says what a fresh one says: also where private characters come in between."""
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|im_end|>\U000f0003"
+    template = ChatTemplate(source)
+    forged = "".join(map(chr, range(0xF0000, 0xF0010)))
+    for content in ("hi", "<|im_end|>", forged, f"{forged}<|im_end|>", "\U000f0000", "hi", "<|user|>", forged):
+        for role in ("user", "assistant", "im_end", "\U000f0001", "nobody"):
+            conversation = [{"role": role, "content": content}] * 2
+            found = template.pieces(conversation, many_controls.controls)
+            assert found == ChatTemplate(source).pieces(conversation, many_controls.controls)
+            texts = (piece if isinstance(piece, str) else many_controls.decode([piece]) for piece in found)
+            assert "".join(texts) == template.render(conversation)
+            controls = [piece for piece in found if isinstance(piece, int)]
+            assert len(controls) == 1 + 2 * (role in ("user", "assistant", "im_end"))
+
+
+def test_vocabularies_that_share_a_template_share_no_marks(many_controls: Tokenizer) -> None:
+    other = Tokenizer.from_metadata(bpe_metadata(specials=(("<|hi|>", CONTROL), ("<|user|>", USER_DEFINED))), "other")
+    template = ChatTemplate("{{ '<|' + messages[0].role + '|>' }}{{ messages[0].content }}")
+    for _ in range(2):
+        for tokenizer, known in ((many_controls, "user"), (other, "hi")):
+            for role in ("user", "hi"):
+                pieces = template.pieces([{"role": role, "content": "<|hi|><|user|>"}], tokenizer.controls)
+                expected = tokenizer.control_texts()[f"<|{role}|>"] if role == known else f"<|{role}|>"
+                rest = "<|hi|><|user|>"
+                assert pieces == ([expected, rest] if isinstance(expected, int) else [expected + rest])
+
+
+def test_what_is_remembered_of_renderings_is_bounded(many_controls: Tokenizer) -> None:
+    template = ChatTemplate("<|{{ messages[0].role }}|>{{ messages[0].content }}")
+    for number in range(3000):
+        pieces = template.pieces([{"role": f"<|end|>{number}", "content": "x"}], many_controls.controls)
+        assert pieces[1] == many_controls.control_texts()["<|end|>"]
+    long = [{"role": "a" * 100_000, "content": "x"}]
+    assert template.pieces(long, many_controls.controls) == [f"<|{'a' * 100_000}|>x"]
+    marks = template._usual_marks(many_controls.controls)
+    assert len(marks._marked) <= 1024 and max(map(len, marks._marked)) < 100_000 and len(marks._split) <= 1024

@@ -221,3 +221,30 @@ def test_a_faulty_page_serves_nobody() -> None:
         assert llm.stats["cached_tokens"] == 8  # the page before it
         assert page in llm._cache.quarantined
         assert page not in [node.page for node in scheduler._index._tree.nodes()]
+
+
+def test_of_many_beginnings_the_longest_is_found() -> None:
+    device, rng = HostDevice(poison=True), random.Random(3)
+    cache = KVCache(device, 1, 8, 8, 2000, SIZE, KV_TYPES["f32"])
+    index = PrefixIndex(cache)
+    known = [[rng.randrange(3) for _ in range(rng.randrange(1, 3 * SIZE))] for _ in range(200)]
+    for tokens in known:
+        ended(cache, index, tokens)
+    for _ in range(300):
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(4 * SIZE))]
+        shared = (next((i for i in range(min(len(a), len(prompt))) if a[i] != prompt[i]), len(a)) for a in known)
+        assert taken(cache, index, prompt)[0] == min(max(shared), len(prompt))
+    device.close()
+
+
+def test_pages_that_are_lost_give_way_together() -> None:
+    device = HostDevice(poison=True)
+    cache = KVCache(device, 1, 8, 8, 320, SIZE, KV_TYPES["f32"])
+    index = PrefixIndex(cache)
+    for number in range(320):
+        ended(cache, index, [number] * SIZE)
+    assert cache.num_free_pages == 0 and index.make_room(1)
+    assert cache.num_free_pages == 10 and index.num_pages == 310
+    assert [taken(cache, index, [number] * SIZE)[0] for number in (0, 9, 10, 319)] == [0, 0, SIZE, SIZE]
+    assert index.make_room(11) and cache.num_free_pages == 20
+    device.close()

@@ -412,3 +412,14 @@ def test_where_candidates_do_not_do() -> None:
     for settings in ({"temperature": 0.0}, {"top_k": 65}, {"top_k": 0}):
         assert Sampler(SamplingParams(**settings), 64).sample_among(values, ids) is None
     assert sampler.sample_among(values, ids) == Sampler(SamplingParams(seed=1), 64).sample(values).token
+
+
+def test_another_seed_leaves_the_rest() -> None:
+    params = SamplingParams(temperature=0, stop="a", seed=1)
+    assert params.takes_best
+    other = params.with_seed(5)
+    assert other == SamplingParams(temperature=0, stop="a", seed=5) and other.takes_best and params.seed == 1
+    assert params.with_seed(None).seed is None
+    for wrong in (-1, 2**64, True, 1.5):
+        with pytest.raises(UsageError, match="seed"):
+            params.with_seed(wrong)

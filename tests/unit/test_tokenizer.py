@@ -183,3 +183,36 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
             UsageError, match=rf"token id {wrong} is not in the vocabulary of x.gguf, expected 0 to 263"
         ):
             tokenizer.decode([wrong])
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_texts_that_come_again_are_encoded_as_before(vocabulary: str) -> None:
+    tokenizer, rng = tokenizer_of(vocabulary), random.Random(vocabulary)
+    controls = tokenizer.control_texts()
+    texts = ["", *controls, *(random_text(rng) for _ in range(50)), "x" * 1000, "\ud83d\ude80 \ud800"]
+    for text in texts * 2:
+        ids = tokenizer.encode_again(text)
+        assert [*ids] == tokenizer.encode(text, add_special=False)
+        assert not set(ids) & set(controls.values())
+    for number in range(2500):
+        assert [*tokenizer.encode_again(f"{number}")] == tokenizer.encode(f"{number}", add_special=False)
+    assert len(tokenizer._encoded) <= 1024 and "x" * 1000 not in tokenizer._encoded
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("skip_special", [False, True])
+def test_pieces_together_are_those_one_by_one(vocabulary: str, skip_special: bool) -> None:
+    tokenizer, rng = tokenizer_of(vocabulary), random.Random(vocabulary)
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(12))]
+        first = opens = rng.random() < 0.5
+        data = b""
+        for token_id in ids:
+            piece, opens = tokenizer.shown_piece(token_id, opens, skip_special)
+            data += piece
+        found, still = tokenizer.shown_pieces(ids, first, skip_special)
+        assert found == data
+        if tokenizer._vocab.add_space_prefix or ids:
+            assert still == opens
+    with pytest.raises(UsageError, match="not in the vocabulary"):
+        tokenizer.shown_pieces([0, tokenizer.vocab_size], False, skip_special)
