@@ -31,6 +31,7 @@ class Result:
     Attributes:
         reasoning: None when there is none.
         tokens: with their log-probabilities, where they were asked for.
+        cut_off: it ended because the context was full; its record has "context_full", which others have not.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Result:
     finish_reason: str
     usage: Usage
     tokens: list[Chunk] = field(default_factory=list)
+    cut_off: bool = False
 
 
 def record(job: Job, result: Result, model: str, token_bytes: TokenBytes) -> dict[str, Any]:
@@ -49,11 +51,14 @@ def record(job: Job, result: Result, model: str, token_bytes: TokenBytes) -> dic
     """
     ticket = job.ticket
     if ticket.form is not Form.SIMPLE:
-        return _openai(ticket, _response(job, result, model, token_bytes), None)
-    shown: dict[str, Any] = {"id": ticket.id, "line": ticket.line, "text": result.text}
+        shown = _openai(ticket, _response(job, result, model, token_bytes), None)
+        return shown | ({"context_full": True} if result.cut_off else {})
+    shown = {"id": ticket.id, "line": ticket.line, "text": result.text}
     if result.reasoning is not None:
         shown["reasoning"] = result.reasoning
     shown |= {"finish_reason": result.finish_reason, "usage": vars(result.usage)}
+    if result.cut_off:
+        shown["context_full"] = True
     if job.num_logprobs is not None:
         shown["logprobs"] = [_simple_token(chunk, job.num_logprobs, token_bytes) for chunk in result.tokens]
     return {**shown, "error": None}

@@ -78,6 +78,7 @@ class Tally:
         resumed: records that were there before; they are in no other number but `failed`.
         finished: records that were written.
         failed: records that are errors.
+        cut_off: answers that ended because the context was full.
         prefix_tokens: computed ahead, once for several lines; in no other number.
         seconds: since the first line was read.
         engine_seconds: of these, in steps of the engine; the rest went into reading, encoding and writing lines.
@@ -86,6 +87,7 @@ class Tally:
     resumed: int = 0
     finished: int = 0
     failed: int = 0
+    cut_off: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -414,7 +416,9 @@ class Runner:
             self._prefixes.give_up()
         self.tally.prompt_tokens += usage.prompt_tokens
         self.tally.cached_tokens += usage.cached_tokens
-        result = Result(text, reasoning, reason, usage, running.tokens)
+        cut_off = reason == "length" and running.num_tokens != running.job.params.max_tokens
+        self.tally.cut_off += cut_off
+        result = Result(text, reasoning, reason, usage, running.tokens, cut_off)
         self._append(record(running.job, result, self._model, self._engine.tokenizer.token_bytes))
 
     def _write_error(self, ticket: Ticket, error: LineError, usage: Usage | None = None) -> None:

@@ -129,6 +129,9 @@ def command(**values: Any) -> None:
 
     PYLLM_MODEL in the environment stands in for MODEL.
 
+    An answer has at most -n tokens, or as many as the context (-c) has room for; where the context ended it, the record
+    has "context_full".
+
     Run the same command again after it was ended, however that was, and it goes on where it was. What is wrong with a
     line becomes a record with an error; the others go on. --retry-failed takes these records out of OUT and answers
     their lines once more.
@@ -326,6 +329,8 @@ def _tell(options: BatchOptions, shown: Display, tally: Tally, params: SamplingP
     words += f"{tally.completion_tokens} answer tokens, {tally.tokens_per_second:.1f} tokens/s"
     if tally.failed:
         words += f"; {tally.failed} failed: see error in {options.output}"
+    if tally.cut_off:
+        words += f'; {tally.cut_off} cut off, since the context is full (-c): see "context_full" in {options.output}'
     if status in (INTERRUPTED, TERMINATED):
         words = f"Interrupted; the same command goes on. {words}"
     if options.sampling.seed is None and options.sampling.temperature != 0 and tally.finished:

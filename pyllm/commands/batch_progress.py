@@ -100,6 +100,7 @@ class Events:
             "done": done,
             "total": self._total,
             "failed": tally.failed,
+            "cut_off": tally.cut_off,
             "prompt_tokens": tally.prompt_tokens,
             "cached_tokens": tally.cached_tokens,
             "prefix_tokens": tally.prefix_tokens,

@@ -26,7 +26,8 @@ class Batch:
 
     def __init__(self, folder: Path, lines: list[Any]) -> None:
         self.input, self.out = folder / "in.jsonl", folder / "out.jsonl"
-        self.input.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        self.input.write_text(text, encoding="utf-8", errors="surrogateescape")
 
     def run(self, parallel: int = 4, engine: StubLLM | None = None) -> Runner:
         engine = engine or StubLLM(n_seqs=parallel)
@@ -151,6 +152,24 @@ def test_resuming_after_every_place_where_the_output_may_end(tmp_path: Path) -> 
         assert (tally.resumed, tally.finished, tally.failed) == (before, 8 - before, 2)
 
 
+def test_answers_that_the_context_cuts_off(tmp_path: Path) -> None:
+    class Short(StubLLM):
+        def begin(self, prompt: Any, params: SamplingParams) -> Any:
+            generation = super().begin(prompt, params)
+            generation.limit = min(3, generation.limit)
+            return generation
+
+    long, chat = "one two three four five", {"messages": [{"role": "user", "content": "one two three four five"}]}
+    batch = Batch(
+        tmp_path,
+        [{"prompt": long}, {"prompt": long, "max_tokens": 3}, {"prompt": "one"}, {"custom_id": "a", "body": chat}],
+    )
+    tally = batch.run(engine=Short(n_seqs=4)).tally
+    cut = {record["line"] for record in batch.records if record.get("context_full")}
+    assert cut == {1, 4} and tally.cut_off == 2 and tally.failed == 0
+    assert not any("context_full" in record for record in batch.records if record["line"] not in cut)
+
+
 def test_another_input_is_found_out(tmp_path: Path) -> None:
     Batch(tmp_path, [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]).run()
     with pytest.raises(PyllmError, match="record of line 1 with the id 'a', the input has 'b'"):
@@ -159,7 +178,8 @@ def test_another_input_is_found_out(tmp_path: Path) -> None:
 
 def test_ten_thousand_lines_of_which_some_are_bad(tmp_path: Path) -> None:
     lines: list[Any] = [{"id": f"id-{number}", "prompt": f"p{number} and more"} for number in range(10_000)]
-    damages = ("{", "[]", {"id": "id-0", "prompt": "x"}, {"id": "m", "prompt": "x", "max_tokens": 0}, '{"id": "\xff')
+    no_utf8 = '{"id": "\udcff"}'  # written as a single byte
+    damages = ("{", "[]", {"id": "id-0", "prompt": "x"}, {"id": "m", "prompt": "x", "max_tokens": 0}, no_utf8)
     for number in range(10, 10_000, 20):
         lines[number] = damages[number // 20 % len(damages)]
     batch = Batch(tmp_path, lines)
