@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import and_, attrgetter, getitem, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.ops.check_inputs import check_inputs
 from pyllm.ops.copy_inputs import copy_inputs
 from pyllm.ops.keep_tokens import keep_tokens
+from pyllm.ops.shift_rows import KeyTurn
 from pyllm.ops.top_k import scratch_columns, top_k
 from pyllm.workspace import Workspace
 
@@ -125,9 +126,13 @@ class Batch:
 
 
 class Model(Protocol):
-    """What the executor needs of a model."""
+    """What the executor needs of a model, and those that shift its rows."""
 
     vocab_size: int
+    fixed_positions: ClassVar[str]
+
+    def key_turns(self, device: Device, num_positions: int) -> list[KeyTurn]:
+        """See `Decoder.key_turns`."""
 
     def forward(self, device: Device, batch: Batch) -> Any:
         """Queue the ops of one ubatch; returns the device array of logits [num_outputs, vocab_size] float32, or None

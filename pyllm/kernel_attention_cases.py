@@ -34,6 +34,7 @@ from pyllm.ops.gather_rows import GATHER_ROWS, GatheredRows, capacity_of
 from pyllm.ops.rope import ROPE, ROPE_TABLE, RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
+from pyllm.ops.shift_rows import SHIFT_ROWS, KeyTurn
 from pyllm.ops.token_tables import TOKEN_TABLES
 
 
@@ -246,6 +247,11 @@ def page_cases() -> Iterator[Case]:
     for kv_type in KV_TYPES.values():
         yield Case(COPY_ROWS, kv_type.name, partial(_copy_rows, kv_type), (0,), floor=None)
     for kv_type in KV_TYPES.values():
+        yield shift_rows_case(kv_type, 32, 16, RopePairing.NEOX)
+    yield shift_rows_case(KV_TYPES["f32"], 80, 40, RopePairing.NEOX)
+    yield shift_rows_case(KV_TYPES["f16"], 144, 18, RopePairing.NORM)
+    yield shift_rows_case(KV_TYPES["q8_0"], 64, 17, RopePairing.NORM)
+    for kv_type in KV_TYPES.values():
         yield Case(FILL_ROWS, kv_type.name, partial(_fill_rows, kv_type), (0,), floor=None)
 
 
@@ -254,6 +260,24 @@ def _copy_rows(kv_type: KVType, rng: Rng) -> Arguments:
     cache.tags[:] = 11
     cache.tags[2] = 12  # a row of another epoch
     return cache, 0, 8, 5, 11, 77
+
+
+def shift_rows_case(kv_type: KVType, head_dim: int, half: int, pairing: RopePairing) -> Case:
+    """Five heads; a row of another epoch, and keys that are 0, or so large that some types cannot hold them turned."""
+
+    def arguments(rng: Rng) -> Arguments:
+        _, cache = paged(rng, (24,), (8,), 5, head_dim, kv_type)
+        cache.tags[:] = 11
+        cache.tags[2] = 12
+        rows: np.ndarray = normal(rng, 3, 5 * head_dim)
+        rows[0], rows[1] = 0, 6e4
+        cache.k[:3] = kv_type.encode(rows)
+        angle = rng.uniform(0, 2 * np.pi, (1, half))
+        turn = KeyTurn(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), pairing, head_dim)
+        return cache, kv_type, turn, 0, 8, 5, 11, 77
+
+    name = f"{kv_type.name}, heads of {head_dim}, {pairing.name.lower()}, {2 * half} of them rotated"
+    return Case(SHIFT_ROWS, name, arguments, (0,), floor=None)
 
 
 def _fill_rows(kv_type: KVType, rng: Rng) -> Arguments:

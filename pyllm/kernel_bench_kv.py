@@ -35,6 +35,7 @@ from pyllm.ops.gather_rows import GATHER_ROWS, GatheredRows, capacity_of
 from pyllm.ops.rope import RopePairing
 from pyllm.ops.rope_set_rows import ROPE_SET_ROWS, HeadNorms
 from pyllm.ops.set_rows import SET_ROWS
+from pyllm.ops.shift_rows import SHIFT_ROWS, KeyTurn
 from pyllm.ops.token_tables import TABLES, TOKEN_TABLES
 from pyllm.quants import QuantType
 
@@ -299,7 +300,7 @@ def token_tables_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Ben
 
 
 def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
-    """One page of one layer: what is copied when two sequences part, and overwritten in tests."""
+    """One page of one layer: what is copied when two sequences part or the context ends, and overwritten in tests."""
     last = 3 * _PAGE_SIZE
 
     def cache_of(source: Source, kv_type: KVType) -> LayerCache:
@@ -315,6 +316,21 @@ def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
         return lambda: exactly(
             list(zip([read(array, target) for array in (cache.k, cache.v, cache.tags)], exact, strict=True))
         )
+
+    def of_shift(read: Read, arguments: Arguments) -> Sample:
+        cache, kv_type, turn, *_ = arguments
+        source, target = np.arange(_PAGE_SIZE), np.arange(last, last + _PAGE_SIZE)
+        v = read(cache.v, source)
+        heads = wide(kv_type.decode(read(cache.k, source))).reshape(_PAGE_SIZE, -1, turn.head_dim)
+        cos, sin = (np.repeat(wide(read(array)), _PAGE_SIZE, axis=0) for array in (turn.cos, turn.sin))
+        turned = rotated(heads, cos, sin, turn.pairing).reshape(_PAGE_SIZE, -1).astype(np.float32)
+        k, tags = kv_type.decode(kv_type.encode(turned)), np.full(_PAGE_SIZE, 77, np.uint32)
+
+        def pairs() -> Pairs:
+            moved = [(read(cache.v, target), v), (read(cache.tags, target), tags)]
+            return [(kv_type.decode(read(cache.k, target)), k), *exactly(moved)]
+
+        return pairs
 
     def of_fill(read: Read, arguments: Arguments) -> Sample:
         cache = arguments[0]
@@ -336,10 +352,19 @@ def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
         def copy(source: Source, kv_type: KVType = kv_type) -> Arguments:
             return cache_of(source, kv_type), 0, last, _PAGE_SIZE, 11, 77
 
+        def shift(source: Source, kv_type: KVType = kv_type) -> Arguments:
+            head_dim = sizes.heads[1][0]
+            angle = source.rng.uniform(0, 2 * np.pi, (1, head_dim // 2))
+            cos, sin = (source.array(function(angle).astype(np.float32)) for function in (np.cos, np.sin))
+            turn = KeyTurn(cos, sin, RopePairing.NEOX, head_dim)
+            return cache_of(source, kv_type), kv_type, turn, 0, last, _PAGE_SIZE, 11, 77
+
         def fill(source: Source, kv_type: KVType = kv_type) -> Arguments:
             return cache_of(source, kv_type), last, _PAGE_SIZE, 0x5A
 
         yield BenchCase(COPY_ROWS, name, copy, of_copy, lambda a: 2 * rows_written(a) + 8 * _PAGE_SIZE)
+        limit = F16_LIMIT if kv_type.block == 1 else 2e-2  # a value next to the middle may fall to either code
+        yield BenchCase(SHIFT_ROWS, name, shift, of_shift, lambda a: 2 * rows_written(a) + 8 * _PAGE_SIZE, limit=limit)
         yield BenchCase(FILL_ROWS, name, fill, of_fill, rows_written)
 
 

@@ -28,6 +28,7 @@ from pyllm.ops.clear_tags import clear_tags
 from pyllm.ops.copy_rows import copy_rows
 from pyllm.ops.fill_rows import fill_rows
 from pyllm.ops.flash_attention import NUM_COUNTERS
+from pyllm.ops.shift_rows import KeyTurn, shift_rows
 from pyllm.recurrent_cache import RecurrentCache, SequenceState
 
 LAST_EPOCH = 2**32 - 1
@@ -68,6 +69,8 @@ class SequenceKV:
         num_clean: rows whose fault record was read clean; only these may be shared.
         owns_tail: False when the last page holds further rows of another sequence; it is then copied before a write.
         state: recurrent state; None without recurrent layers.
+        shifted_from: rows from here on were shifted: computed behind other rows than those that stand before them now.
+            They are of no use to anybody else. None: no row was.
     """
 
     seq_id: int
@@ -77,6 +80,7 @@ class SequenceKV:
     num_clean: int = 0
     owns_tail: bool = True
     state: SequenceState | None = None
+    shifted_from: int | None = None
 
 
 class KVCache:
@@ -205,6 +209,8 @@ class KVCache:
         seq.owns_tail = seq.owns_tail or written < seq.length
         seq.length = length
         seq.num_clean = min(seq.num_clean, length)
+        if seq.shifted_from is not None and seq.shifted_from >= length:
+            seq.shifted_from = None
         self._drop(given_up)
         if length % self.page_size == 0 or length == written:
             return
@@ -212,6 +218,54 @@ class KVCache:
             seq.owns_tail = False
         elif seq.owns_tail:
             self._clear_from(seq, written - length)
+
+    def shift(self, seq: SequenceKV, first_page: int, num_pages: int, turns: Sequence[KeyTurn]) -> bool:
+        """Give up whole pages in the middle of a sequence. The rows behind them become the sequence's own, on fresh
+        pages, num_pages * page_size positions lower; all in stream order: queued work reads what it was to read.
+
+        Args:
+            first_page: pages before this one stay as they are.
+            turns: for each layer, what turns keys by -num_pages * page_size positions.
+
+        Returns:
+            False, with nothing changed, when too few pages are free: one at a time is needed, since each page is let go
+            when it was copied, and more where others own them too.
+
+        Raises:
+            ValueError: the sequence has no such pages, rows that were not read clean yet (a step that is under way
+                means other positions), or a recurrent state; nothing has changed.
+        """
+        stop, size = first_page + num_pages, self.page_size
+        if not 0 <= first_page < stop or stop * size > seq.length:
+            raise ValueError(f"a sequence of {seq.length} rows has no pages {first_page} to {stop - 1}")
+        if seq.num_clean != seq.length or seq.state is not None:
+            raise ValueError(f"sequence {seq.seq_id} has rows under way or a recurrent state, and cannot be shifted")
+        if not self._can_move(seq.pages[first_page:stop], seq.pages[stop:]):
+            return False
+        if self.before_removal is not None:
+            self.before_removal(seq)
+        given_up = seq.pages[first_page:stop]
+        del seq.pages[first_page:stop]
+        del seq.epochs[first_page:stop]
+        seq.length = seq.num_clean = seq.length - num_pages * size
+        seq.shifted_from = first_page * size if seq.shifted_from is None else min(seq.shifted_from, first_page * size)
+        self._drop(given_up)
+        for index in range(first_page, len(seq.pages)):
+            page, num_rows = seq.pages[index], min(size, seq.length - index * size)
+            seq.pages[index], seq.epochs[index] = self._copy_page(page, seq.epochs[index], num_rows, turns)
+            self._drop([page])
+        seq.owns_tail = True
+        return True
+
+    def _can_move(self, given_up: Sequence[int], moved: Sequence[int]) -> bool:
+        """Whether there is a free page for each that moves, when it does."""
+        freed = {page for page in (*given_up, *moved) if self._references[page] == 1 and page not in self.quarantined}
+        num_free = len(self._free) + sum(page in freed for page in given_up)
+        for page in moved:
+            if not num_free:
+                return False
+            num_free += (page in freed) - 1
+        return True
 
     def fork(self, seq: SequenceKV, length: int) -> SequenceKV:
         """A new sequence that shares the first `length` rows of `seq`. The tail page is copied when one writes to it.
@@ -232,6 +286,8 @@ class KVCache:
         for page in child.pages:
             self._references[page] += 1
         child.length = child.num_clean = length
+        if seq.shifted_from is not None and seq.shifted_from < length:
+            child.shifted_from = seq.shifted_from
         child.owns_tail = length % self.page_size == 0
         return child
 
@@ -346,18 +402,17 @@ class KVCache:
         first = seq.pages[-1] * self.page_size + seq.length % self.page_size
         clear_tags(self.device, self.tags, first, num_rows)
 
-    def _copy_page(self, source: int, source_epoch: int, num_rows: int) -> tuple[int, int]:
-        """A fresh page and its epoch; the page holds the first num_rows rows of another."""
+    def _copy_page(
+        self, source: int, source_epoch: int, num_rows: int, turns: Sequence[KeyTurn] = ()
+    ) -> tuple[int, int]:
+        """A fresh page and its epoch; the page holds the first num_rows rows of another, the keys of each layer turned
+        where `turns` says how."""
         target, epoch = self.allocate()
-        for layer in self.layers:
-            copy_rows(
-                self.device,
-                layer,
-                source * self.page_size,
-                target * self.page_size,
-                num_rows,
-                source_epoch,
-                epoch,
-            )
+        rows = (source * self.page_size, target * self.page_size, num_rows)
+        for index, layer in enumerate(self.layers):
+            if turns:
+                shift_rows(self.device, layer, self.kv_type, turns[index], *rows, source_epoch, epoch)
+            else:
+                copy_rows(self.device, layer, *rows, source_epoch, epoch)
         self.last_copy = self.device.record()
         return target, epoch

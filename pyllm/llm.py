@@ -80,8 +80,8 @@ class LLM:
             its own, or `cache_ram` is given. Checkpoints of recurrent layers always do.
         cache_disk: bytes that the files in `cache_dir` may take; default: 8 GiB.
         overflow: when the context is full, "stop" ends the answer, "error" raises ContextError, and "shift" drops
-            tokens behind the first `keep` and computes the rest anew; prompts that are too long are cut likewise.
-            `stats["dropped_tokens"]` says how many went.
+            tokens behind the first `keep` and goes on behind the rest, whose rows are shifted; prompts that are too
+            long are cut before they are computed. See `pyllm.overflow`. `stats["dropped_tokens"]` says how many went.
         keep: tokens at the beginning that "shift" leaves alone; of a chat, the system message at least.
         graphs: record the launches of a decode step and replay them (on a GPU as a graph); False: queue each by itself.
         inputs: "copy": each step's inputs are copied into device memory first; "zero-copy": the tables of its K/V rows
@@ -611,8 +611,10 @@ class LLM:
     def stats(self) -> Mapping[str, Any]:
         """Counts and times of the request that ended last: prompt_tokens, of which cached_tokens were there already and
         evaluated_tokens were computed; generated_tokens, prefill_seconds, decode_seconds, finish_reason, seed;
-        bytes_moved between the device and what is kept in the host's memory, copies of other requests among them. And
-        "memory": of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
+        dropped_tokens, which had to give way when the context was full, shifted_tokens, those among them behind which
+        rows were shifted, and recomputed, why they could not be, or None; bytes_moved between the device and what is
+        kept in the host's memory, copies of other requests among them. And "memory": of each kind of pinned memory
+        that is in use, its bytes, high_water_bytes and budget_bytes."""
         memory = self._kept.memory() if self._kept is not None else {}
         return {**self._stats, "memory": memory} if self._stats else {}
 

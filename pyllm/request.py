@@ -25,6 +25,9 @@ class Request:
         keep: tokens at the beginning that stay when others have to give way.
         num_dropped, num_dropped_later: tokens that had to give way, see `overflow`; those among them that did so when
             the prompt had been computed.
+        num_shifted: those among them behind which rows were shifted; what is behind others was computed anew.
+        shifted_from: rows from here on were shifted; None: all are those of the tokens as they stand here.
+        recomputed: why rows could not be shifted, or not stay so, and were computed anew; empty: they were not.
         params, sampler: how to choose tokens; None when the logits of every position are wanted instead.
         number: requests are counted as they are added.
         kv: its K/V rows; None while it waits.
@@ -61,6 +64,9 @@ class Request:
     keep: int = 0
     num_dropped: int = 0
     num_dropped_later: int = 0
+    num_shifted: int = 0
+    shifted_from: int | None = None
+    recomputed: str = ""
     num_cached: int = 0
     num_submitted: int = 0
     place: int = -1
@@ -117,6 +123,8 @@ class Request:
             "cached_tokens": self.num_cached,
             "evaluated_tokens": self.num_prompt + self.num_dropped_later - self.num_cached,
             "dropped_tokens": self.num_dropped,
+            "shifted_tokens": self.num_shifted,
+            "recomputed": self.recomputed or None,
             "generated_tokens": self.num_generated,
             "bytes_moved": self.bytes_moved,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,

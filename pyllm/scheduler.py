@@ -21,7 +21,7 @@ from pyllm.fault_messages import as_pyllm_error, hits_whole_step, suspect_pages,
 from pyllm.faults import Fault
 from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache, SequenceKV
-from pyllm.overflow import Overflow
+from pyllm.overflow import Overflow, shift_in_place
 from pyllm.prompt_cache.index import PrefixIndex, Taken
 from pyllm.prompt_cache.state_saving import save_end_of_turn, save_state, up_to_checkpoint
 from pyllm.request import Request
@@ -419,6 +419,9 @@ class Scheduler:
         self._running.remove(request)
         self._waiting.appendleft(request)
         assert kv is not None
+        if request.shifted_from is not None:
+            request.shifted_from = None
+            request.recomputed = request.recomputed or "its pages were needed for others"
         self._cache.release(kv)
 
     def _put_back_unqueued(self) -> None:
@@ -533,9 +536,18 @@ class Scheduler:
             self._end(request, "error", ContextError(full))
         else:
             before = request.num_dropped
-            self._overflow.drop(request, self._ctx_size)
+            engine = self._executor, self._cache, self._index
+            if why_not := shift_in_place(request, self._overflow, self._ctx_size, *engine):
+                self._drop_and_put_back(request, why_not)
             request.num_dropped_later += request.num_dropped - before
-            self._put_back(request)  # to be computed at its new positions
+
+    def _drop_and_put_back(self, request: Request, why: str) -> None:
+        """What rows cannot be shifted for is computed at its new positions: behind what is kept of its beginning."""
+        request.recomputed = request.recomputed or why
+        if self._index is not None and request.kv is not None:
+            self._index.keep(request.token_ids, request.kv)
+        self._overflow.drop(request, self._ctx_size)
+        self._put_back(request)
 
     def _handle_faults(self, entry: QueuedStep, found: list[Fault]) -> None:
         """End every sequence that the faults touch, with all that is kept on its pages, and take these out of use."""

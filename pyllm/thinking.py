@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyllm.llm import LLM, PrefillProgress
 
 _CLOSING = f"\n{CLOSE}\n\n"
-_SUMS = ("generated_tokens", "decode_seconds")
+_SUMS = ("generated_tokens", "decode_seconds", "dropped_tokens", "shifted_tokens")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class ThoughtfulAnswer:
         stats = dict(first)
         for more in later:
             for name in _SUMS:
-                stats[name] += more[name]
+                stats[name] = stats.get(name, 0) + more.get(name, 0)
+            stats["recomputed"] = stats.get("recomputed") or more.get("recomputed")
             stats["decode_seconds"] += more["prefill_seconds"]
         stats["generated_tokens"] = max(stats["generated_tokens"], len(self.tokens))
         return stats

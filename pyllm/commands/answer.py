@@ -107,8 +107,15 @@ def why_cut_off(llm: LLM, answer: Answer, max_tokens: int | None) -> str | None:
 
 def note_dropped(stats: Mapping[str, Any]) -> None:
     """Tell that tokens had to give way."""
-    if dropped := stats.get("dropped_tokens", 0):
-        note(f"The context was full: {dropped} tokens in its middle were left out, the rest was computed anew")
+    dropped, shifted, reason = (stats.get(name) for name in ("dropped_tokens", "shifted_tokens", "recomputed"))
+    if not dropped:
+        return
+    how = []
+    if reason or dropped != shifted:
+        how.append("the rest was computed anew" + (f" ({reason})" if reason else ""))
+    if shifted:
+        how.append("and the rows behind them shifted")
+    note(f"The context was full: {dropped} tokens in its middle were left out, {', '.join(how)}")
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # a terminal that is closed sends the second

@@ -89,6 +89,8 @@ def show(name: str, folder: str | None) -> None:
         model = about.get("name") or "without a name"
         click.echo(one_line(f"model: {model} ({about.get('architecture')}, {about.get('types')})"))
         click.echo(one_line(f"rows: {about.get('kv_type')}, {about.get('page_size')} to a page"))
+        if reader.json("rows").get("shifted") is True:
+            click.echo("behind them rows were shifted, when the context was full: computed anew")
         if states:
             click.echo(one_line(f"states at tokens {', '.join(states)}"))
     try:

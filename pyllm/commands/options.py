@@ -295,7 +295,7 @@ overflow_options = _together(
     click.option(
         "--overflow",
         type=click.Choice(["stop", "error", "shift"]),
-        help="When the context is full: end the answer, fail, or drop tokens behind --keep and compute the rest anew. "
+        help="When the context is full: end the answer, fail, or drop tokens behind --keep and shift the rest. "
         "[default: stop]",
     ),
     click.option(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyllm.llm import LLM
 
 _METER = 20  # characters
+_SHIFTED = "; those behind them were shifted when the context was full, and are computed anew"
 
 
 class Asker(Protocol):
@@ -61,7 +62,7 @@ def load(llm: LLM, name: str) -> Conversation | None:
     turns = len(conversation.turns)
     note(
         f"Session {name}: {turns} turn{'' if turns == 1 else 's'}, {len(session.token_ids)} tokens that need not be "
-        f"computed ({size_text(session.num_bytes)})"
+        f"computed ({size_text(session.num_bytes)}){_SHIFTED if session.shifted else ''}"
     )
     return conversation
 
@@ -85,7 +86,8 @@ def save(llm: LLM, name: str, conversation: Conversation) -> None:
     path = ready_path(name)
     ids = llm.chat_tokens(conversation.messages(), answers=conversation.answers(), add_generation_prompt=False)
     session = llm.save_session(path, ids, conversation.to_json())
-    note(f"Saved {len(session.token_ids)} tokens in {path} ({size_text(session.num_bytes)})")
+    shifted = _SHIFTED if session.shifted else ""
+    note(f"Saved {len(session.token_ids)} tokens in {path} ({size_text(session.num_bytes)}){shifted}")
 
 
 class SessionCommands:

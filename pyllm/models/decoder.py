@@ -39,6 +39,7 @@ from pyllm.ops.product_plan import Norm
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.rope import RopePairing, rope_table
 from pyllm.ops.rope_set_rows import HeadNorms, rope_set_rows
+from pyllm.ops.shift_rows import KeyTurn
 from pyllm.ops.softcap import softcap
 from pyllm.ops.take_rows import take_rows
 from pyllm.weight import Weight
@@ -77,6 +78,9 @@ class Decoder:
     config_class: ClassVar[type[TransformerConfig]] = TransformerConfig
     """What reads the sizes."""
 
+    fixed_positions: ClassVar[str] = ""
+    """Why rows cannot move to other positions; empty where turned keys are all that it takes."""
+
     ops: ClassVar[tuple[Op, ...]] = ()
     """Ops of the blocks' first half, beyond those of plain attention, that a device must be able to run."""
 
@@ -96,6 +100,7 @@ class Decoder:
         ]
         self._rope_plan = rope
         self._inv_freqs = [device.upload(frequencies.inv_freq) for frequencies in rope.frequencies]
+        self._key_turns: dict[int, list[KeyTurn]] = {}
         self._attention = self.attention_params(gguf, config)
         self._embedding_scale = self.embedding_scale(config)
         self._logit_softcap = gguf.get_float(gguf.arch_key("final_logit_softcapping"), 0.0, minimum=0.0)
@@ -218,6 +223,22 @@ class Decoder:
             ffn_norm=Norm(vector("ffn_norm.weight"), c.rms_norm_eps),
             post_ffw_norm=vector("post_ffw_norm.weight"),
         )
+
+    def key_turns(self, device: Device, num_positions: int) -> list[KeyTurn]:
+        """For each layer of the K/V cache, what turns its keys to so many positions on, or back where that is negative.
+
+        Raises:
+            ValueError: rows of this model have `fixed_positions`.
+        """
+        if self.fixed_positions:
+            raise ValueError(self.fixed_positions)
+        if num_positions not in self._key_turns:  # an engine asks for one number only
+            tables = [tuple(map(device.upload, one.turn(num_positions))) for one in self._rope_plan.frequencies]
+            turns = [KeyTurn(cos, sin, self.pairing, self.config.key_length) for cos, sin in tables]
+            self._key_turns[num_positions] = [
+                turns[self._rope_plan.of_layer[layer]] for layer in self.config.attention_layers
+            ]
+        return self._key_turns[num_positions]
 
     # what a ubatch computes
 

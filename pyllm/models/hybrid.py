@@ -83,6 +83,7 @@ class HybridDecoder(Decoder):
     pairing = RopePairing.NEOX
     config_class = HybridConfig
     ops = (*OPS, SIGMOID_MUL)
+    fixed_positions = "the states of recurrent layers are sums over all tokens, which nothing can be taken out of"
 
     tiled: ClassVar[bool]
     """Which key head a value head uses; see `DeltaHeads`."""

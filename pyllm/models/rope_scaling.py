@@ -33,6 +33,12 @@ class RopeFrequencies:
     inv_freq: np.ndarray
     magnitude: float
 
+    def turn(self, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosine and sine, [1, n_rot / 2] float32, by which what was rotated once turns to so many positions on.
+        Without the magnitude, which it has already."""
+        angle = num_positions * self.inv_freq.astype(np.float64)[None]
+        return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -52,6 +52,7 @@ class Held:
         token_ids: those that are known, `length` of them.
         pages: of the device; -1: its rows are in `hosts`.
         states: in order of position.
+        shifted: a sequence that began with all of these tokens had its further rows shifted, so that they are not kept.
     """
 
     token_ids: tuple[int, ...]
@@ -60,6 +61,7 @@ class Held:
     states: tuple[Checkpoint, ...]
     hosts: tuple[HostPage | None, ...]
     page_size: int
+    shifted: bool = False
 
     @property
     def length(self) -> int:
@@ -135,18 +137,29 @@ class PrefixIndex:
             token_ids: of the sequence's first rows at least; rows behind them are not kept.
         """
         length = min(seq.num_clean, len(token_ids))
+        if seq.shifted_from is not None:
+            length = min(length, seq.shifted_from)  # whole pages
         states = self._checkpoints(seq, length)
         if self._cache.recurrent is not None:
             length = max(states, default=0)  # rows behind the last checkpoint are of no use
-        self._add(token_ids[:length], seq.pages, seq.epochs, states)
+        self._add(token_ids[:length], seq.pages, seq.epochs, states, length == seq.shifted_from)
         self._copy_out()
 
     def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], saved: Sequence[Checkpoint]
+        self,
+        token_ids: Sequence[int],
+        pages: Sequence[int],
+        epochs: Sequence[int],
+        saved: Sequence[Checkpoint],
+        shifted: bool = False,
     ) -> None:
-        """Keep rows, and checkpoints, that were brought in. The caller holds the pages and lets them go afterwards."""
+        """Keep rows, and checkpoints, that were brought in. The caller holds the pages and lets them go afterwards.
+
+        Args:
+            shifted: as in `Held`.
+        """
         states = {one.position: one for one in saved}
-        self._add(token_ids, pages, epochs, states)
+        self._add(token_ids, pages, epochs, states, shifted)
         for left in states.values():
             self._cache.recurrent.drop(left)  # type: ignore[union-attr]
 
@@ -157,7 +170,8 @@ class PrefixIndex:
         found = [saved for node in path for saved in node.states.values() if saved.position <= length]
         states = sorted((saved for saved in found if saved.block.is_kept), key=lambda saved: saved.position)
         pages, epochs = tuple(node.page for node in path), tuple(node.epoch for node in path)
-        held = Held(tuple(token_ids[:length]), pages, epochs, tuple(states), hosts, self._cache.page_size)
+        shifted = bool(path) and path[-1].shifted
+        held = Held(tuple(token_ids[:length]), pages, epochs, tuple(states), hosts, self._cache.page_size, shifted)
         for page in pages:
             if page >= 0:
                 self._cache.hold(page)
@@ -211,7 +225,12 @@ class PrefixIndex:
             self._tree.remove(node)
 
     def _add(
-        self, token_ids: Sequence[int], pages: Sequence[int], epochs: Sequence[int], states: dict[int, Checkpoint]
+        self,
+        token_ids: Sequence[int],
+        pages: Sequence[int],
+        epochs: Sequence[int],
+        states: dict[int, Checkpoint],
+        shifted: bool,
     ) -> None:
         """Make rows known; what is known already stays. Takes the states that belong to them."""
         size, length = self._cache.page_size, len(token_ids)
@@ -224,6 +243,7 @@ class PrefixIndex:
             if is_new:
                 self._cache.hold(child.page)
             child.used = now
+            child.shifted |= shifted and index * size + len(tokens) == length
             self._add_states(child, states, index * size + len(tokens))
             if len(tokens) < size:
                 return

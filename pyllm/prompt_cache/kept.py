@@ -81,7 +81,7 @@ class KeptPrompts:
         request.bytes_moved = self.bytes_moved - request.bytes_before
         self._last_ids = request.token_ids
         if self.disk is not None and request.sampler is not None and request.error is None:
-            self.disk.note(request.token_ids)
+            self.disk.note(request.token_ids[: request.shifted_from])
 
     def save(self, path: Path, token_ids: Sequence[int] | None, chat: Mapping[str, Any]) -> Session:
         """See `LLM.save_session`."""

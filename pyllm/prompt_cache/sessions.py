@@ -45,11 +45,14 @@ class Session:
         token_ids: of the rows that it holds.
         chat: what the saving program put there.
         num_bytes: of the file.
+        shifted: behind these rows the conversation's were shifted, when its context was full: those are not in the file
+            and will be computed anew.
     """
 
     token_ids: list[int]
     chat: dict[str, Any]
     num_bytes: int
+    shifted: bool = False
 
 
 @dataclass
@@ -106,11 +109,12 @@ class Sessions:
             try:
                 if not held.length:
                     raise UsageError("nothing of this conversation is kept, so there is nothing to save")
-                self._write(path, held, chat)
+                shifted = held.shifted and held.length < len(token_ids)
+                self._write(path, held, chat, shifted)
             finally:
                 with self._guests, self._lock:
                     self._index.let_go(held)
-        return Session(list(held.token_ids), dict(chat), path.stat().st_size)
+        return Session(list(held.token_ids), dict(chat), path.stat().st_size, shifted)
 
     def size(self, token_ids: Sequence[int]) -> int:
         """Bytes that `save` would write, about; 0 when nothing is known of these tokens."""
@@ -122,10 +126,10 @@ class Sessions:
             finally:
                 self._index.let_go(held)
 
-    def _write(self, path: Path, held: Held, chat: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, held: Held, chat: Mapping[str, Any], shifted: bool) -> None:
         metadata = {
             "fingerprint": json.dumps(dict(self._identity)),
-            "rows": json.dumps({"num_rows": held.length, "first_position": 0, "shifted": False}),
+            "rows": json.dumps({"num_rows": held.length, "first_position": 0, "shifted": shifted}),
             "chat": json.dumps(chat),
         }
         sections = [
@@ -194,7 +198,8 @@ class Sessions:
                 self._read_states(reader, loading)
                 for copy in loading.copies:
                     copy.synchronize()
-                session = Session(reader.tokens.tolist(), reader.json("chat"), reader.size)
+                shifted = reader.json("rows")["shifted"]
+                session = Session(reader.tokens.tolist(), reader.json("chat"), reader.size, shifted)
             except BaseException:
                 with self._guests, self._lock:
                     for state in loading.states:
@@ -202,7 +207,7 @@ class Sessions:
                 raise
             else:
                 with self._guests, self._lock:
-                    self._index.insert(session.token_ids, loading.pages, loading.epochs, loading.states)
+                    self._index.insert(session.token_ids, loading.pages, loading.epochs, loading.states, shifted)
             finally:
                 for copy in loading.copies:
                     copy.synchronize()
@@ -219,7 +224,8 @@ class Sessions:
         if unlike is not None:
             reader.refuse(unlike)
         rows = reader.json("rows")
-        if rows != {"num_rows": len(reader.tokens), "first_position": 0, "shifted": False} or not len(reader.tokens):
+        whole = {"num_rows": len(reader.tokens), "first_position": 0, "shifted": rows.get("shifted") is True}
+        if rows != whole or not len(reader.tokens):
             reader.refuse("it does not hold the rows of its tokens from the first one on")
         if reader.tokens.min() < 0 or reader.tokens.max() >= self._vocab_size:
             reader.refuse(f"it has token ids outside of the model's {self._vocab_size}")

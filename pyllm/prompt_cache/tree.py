@@ -27,6 +27,7 @@ class Node:
         states: checkpoints by position, from start + 1 to the end of the page's tokens.
         host: a copy in the host's memory.
         ready: the page may be computed with when this event has completed; None: at once.
+        shifted: a sequence went on from here with rows that were shifted, of which nothing is kept.
     """
 
     tokens: tuple[int, ...]
@@ -40,6 +41,7 @@ class Node:
     states: dict[int, Checkpoint] = field(default_factory=dict)
     host: HostPage | None = None
     ready: Event | None = None
+    shifted: bool = False
 
     @property
     def has_copy(self) -> bool:

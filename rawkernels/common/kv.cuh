@@ -185,6 +185,37 @@ DEVICE void kv_unpack_rest(const void* codes, u32 (&pairs)[KV_PIECE / 2]) {
 }
 #endif
 
+// Four consecutive elements, from one that is a multiple of four, as they are: every type's values are float32 numbers.
+DEVICE f32x4 kv_load4(const kv_t* RESTRICT row, i32 width, i32 element) {
+#if KV_QUANTISED
+    const float scale = f16_bits_to_f32(kv_scale(row, width, element));
+    const i32 code = KV_TYPE == 3 ? element : element / KV_BLOCK * 16 + element % 16;
+    const u32 codes = *reinterpret_cast<const u32*>(row + code) >> (KV_TYPE == 4 && element % KV_BLOCK >= 16 ? 4 : 0);
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const i32 byte = codes >> 8 * i & (KV_TYPE == 3 ? 0xFF : 0x0F);
+        x[i] = mul_rn(static_cast<float>(KV_TYPE == 3 ? (byte ^ 0x80) - 128 : byte - 8), scale);
+    }
+    return f32x4{x[0], x[1], x[2], x[3]};
+#else
+    (void)width;
+#if KV_TYPE == 0
+    return load16<f32x4>(row + element);
+#else
+    const u64 loaded = *reinterpret_cast<const u64*>(row + element);
+    const u32 low = static_cast<u32>(loaded);
+    const u32 high = static_cast<u32>(loaded >> 32);
+#if KV_TYPE == 1
+    return f32x4{low_half(low), high_half(low), low_half(high), high_half(high)};
+#else
+    return f32x4{f32_from_bits(low << 16), f32_from_bits(low & 0xFFFF0000u), f32_from_bits(high << 16),
+                 f32_from_bits(high & 0xFFFF0000u)};
+#endif
+#endif
+#endif
+}
+
 // Each lane writes four consecutive elements, from one that is a multiple of four, rounded once to the storage type. Lanes beside
 // each other hold neighbours: eight lanes from a multiple of eight on hold a block of a quantised type, of which all or none
 // are wanted. Whole warps come here. A block in which a value is not finite becomes NaN as a whole.

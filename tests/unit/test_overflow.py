@@ -1,4 +1,4 @@
-"""The end of the context: an error, the end, or a shift that is exactly a replay of the shorter text."""
+"""The end of the context: an error, the end, or the shorter text where rows cannot be shifted; see also test_shift."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ def engine(name: str, **options: Any) -> LLM:
     return open_engine(model_path(name), **{"ctx_size": 40, "page_size": 8, "overflow": "shift", **options})
 
 
+def anew(name: str, **options: Any) -> LLM:
+    """An engine that cannot shift rows: its context has one page, or its model recurrent layers."""
+    return engine(name, page_size=8 if name == HYBRID else 64, **options)
+
+
 def replay(name: str, prompt: list[int], count: int, keep: int) -> tuple[list[int], int]:
-    """What a shift gives: whenever 40 tokens are there, ten behind those that are kept go, and an engine that never saw
-    them continues the rest. Returns the answer, and how many went."""
+    """What dropping tokens gives: whenever 40 tokens are there, ten behind those that are kept go, and an engine that
+    never saw them continues the rest. Returns the answer, and how many went."""
     text, answer, dropped = list(prompt), [], 0
     with engine(name, ctx_size=64) as fresh:
         while len(answer) < count:
@@ -42,9 +47,9 @@ def replay(name: str, prompt: list[int], count: int, keep: int) -> tuple[list[in
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("keep", [0, 5, 19, 1000])
-def test_a_shift_is_a_replay_of_the_shorter_text(name: str, keep: int, prefix_cache: bool) -> None:
+def test_what_is_computed_anew_is_the_shorter_text(name: str, keep: int, prefix_cache: bool) -> None:
     prompt = IDS[name][:30]
-    with engine(name, keep=keep, prefix_cache=prefix_cache) as llm:
+    with anew(name, keep=keep, prefix_cache=prefix_cache) as llm:
         bos = int(llm.tokenizer.add_bos)
         found = tokens(llm.generate(prompt, greedy(50)))
         stats = llm.stats
@@ -68,9 +73,9 @@ def test_long_prompts_are_cut_in_whole_steps(name: str) -> None:
         assert llm.stats["dropped_tokens"] == 90
 
 
-def test_several_sequences_shift_at_their_own_time(name: str) -> None:
+def test_several_sequences_drop_tokens_at_their_own_time(name: str) -> None:
     prompts = [IDS[name][index : index + 20 + 5 * index] for index in range(3)]
-    with engine(name, n_seqs=3) as llm:
+    with anew(name, n_seqs=3) as llm:
         bos = int(llm.tokenizer.add_bos)
         found = interleaved([llm.generate(prompt, greedy(40)) for prompt in prompts])
     assert found == [replay(name, prompt, 40, bos)[0] for prompt in prompts]
@@ -80,6 +85,7 @@ def test_a_shift_ends_on_the_smallest_contexts() -> None:
     for ctx_size in (2, 3, 5):
         with engine(PLAIN, ctx_size=ctx_size, keep=9, page_size=1) as llm:
             assert len(tokens(llm.generate([5], greedy(20)))) == 20
+            assert bool(llm.stats["shifted_tokens"]) == (ctx_size > 2)
             assert len(tokens(llm.generate(IDS[PLAIN][:30], greedy(4)))) == 4
 
 

@@ -18,12 +18,15 @@ from pyllm.executor import Batch, Executor, Segment, Step
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.kv_types import kv_type_by_name
+from pyllm.ops.rope import RopePairing
 from pyllm.ops.set_rows import set_rows
+from pyllm.ops.shift_rows import KeyTurn
 
 NUM_LAYERS, PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 2, 4, 40, 8, 3
 MAX_TOKENS = 24
 STEPS = int(os.environ.get("PYLLM_RANDOM_STEPS", "3000"))
 CHECK_EVERY = 40
+SEEN = ("exhausted", "broken", "forked", "cancelled in flight", "truncate", "shifted", "shifted shared pages")
 
 
 class Broken(Exception):
@@ -61,11 +64,13 @@ class Oracle:
     """One live sequence and what its rows must hold.
 
     Attributes:
+        positions: at which its tokens were computed.
         cuts: how often it was cut; a step from before a cut publishes nothing.
     """
 
     kv: SequenceKV
     token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     cuts: int = 0
     ended: bool = False
 
@@ -88,6 +93,7 @@ class World:
         kv_type = kv_type_by_name("f32")
         self.cache = KVCache(self.device, NUM_LAYERS, 1, 1, NUM_PAGES, PAGE_SIZE, kv_type, order)
         self.model = TokenRows()
+        self.turn = KeyTurn(*(np.empty((1, 0), np.float32) for _ in range(2)), RopePairing.NEOX, 1)
         layout = InputLayout(MAX_TOKENS, MAX_SEQS, MAX_PAGES)
         zero_copy = inputs == "zero-copy"
         self.executor = Executor(self.device, self.model, self.cache, layout, 3, 6, zero_copy=zero_copy)
@@ -117,6 +123,7 @@ class World:
             fresh = list(range(self.next_token, self.next_token + count))
             self.next_token += count
             oracle.token_ids += fresh
+            oracle.positions += range(start, start + count)
             segments.append(Segment(oracle.kv, start, fresh, 0))
             written.append((oracle, oracle.cuts, start + count))
         if not segments:
@@ -152,6 +159,7 @@ class World:
         length = int(self.rng.integers(oracle.kv.length + 1))
         self.cache.truncate(oracle.kv, length)
         del oracle.token_ids[length:]
+        del oracle.positions[length:]
         oracle.cuts += 1
 
     def fork(self) -> None:
@@ -159,7 +167,27 @@ class World:
         if len(self.live) < 8 and oracle.kv.num_clean:
             length = int(self.rng.integers(1, oracle.kv.num_clean + 1))
             self.seen["forked"] += 1
-            self.live.append(Oracle(self.cache.fork(oracle.kv, length), oracle.token_ids[:length]))
+            kv = self.cache.fork(oracle.kv, length)
+            self.live.append(Oracle(kv, oracle.token_ids[:length], oracle.positions[:length]))
+
+    def shift(self) -> None:
+        """Give up pages in the middle of a sequence that has nothing in flight; keys of one element turn by nothing."""
+        oracle = self.any()
+        while any(oracle is other for flight in self.flights for other, _, _ in flight.written):
+            self.collect()
+        if oracle.kv.length < PAGE_SIZE or oracle.kv.num_clean < oracle.kv.length:
+            return
+        stop = int(self.rng.integers(1, oracle.kv.length // PAGE_SIZE + 1))
+        first = int(self.rng.integers(stop))
+        shared = sum(self.cache.is_shared(page) for page in oracle.kv.pages[first:])
+        if self.cache.shift(oracle.kv, first, stop - first, [self.turn] * NUM_LAYERS):
+            del oracle.token_ids[first * PAGE_SIZE : stop * PAGE_SIZE]
+            del oracle.positions[first * PAGE_SIZE : stop * PAGE_SIZE]
+            self.seen["shifted"] += 1
+            self.seen["shifted shared pages"] += shared > 0
+        else:
+            assert shared
+            self.seen["could not shift"] += 1
 
     def cancel(self) -> None:
         """End a sequence while steps of it may be in flight."""
@@ -195,7 +223,7 @@ class World:
                 rows = self.cache.row_ids(oracle.kv, positions)
                 epochs = np.repeat(np.array(oracle.kv.epochs, np.int64), PAGE_SIZE)
                 assert k[rows, 0].tolist() == [sign * token for token in oracle.token_ids]
-                assert v[rows, 0].tolist() == (sign * positions).tolist()
+                assert v[rows, 0].tolist() == [sign * position for position in oracle.positions]
                 assert (tags[rows] == epochs[: len(positions)]).all()
                 if oracle.kv.length % PAGE_SIZE and oracle.kv.owns_tail:
                     page = oracle.kv.pages[-1] * PAGE_SIZE
@@ -219,6 +247,7 @@ ACTIONS = {
     World.collect: 25,
     World.truncate: 8,
     World.fork: 8,
+    World.shift: 6,
     World.start: 8,
     World.cancel: 5,
     World.slow_down: 3,
@@ -245,4 +274,4 @@ def test_random_schedules(inputs: str) -> None:
         world.check()
     finally:
         world.device.close()
-    assert min(world.seen[name] for name in ("exhausted", "broken", "forked", "cancelled in flight", "truncate")) > 10
+    assert min(world.seen[name] for name in SEEN) > 10
