@@ -34,6 +34,7 @@ class Request:
         checkpoints: lengths at which the state of recurrent layers is worth keeping.
         bytes_before, bytes_moved: to and from what is kept, by all copies before it was queued, and until it ended; of
             other requests that ran meanwhile too.
+        restored_bytes: of what was brought back from the host's memory for it, to go on from.
         ready: it may run when this event has completed; None: at once.
         saved_at: where its state was kept last.
         num_cached: tokens of the prompt whose rows were there already.
@@ -59,6 +60,7 @@ class Request:
     checkpoints: tuple[int, ...] = ()
     bytes_before: int = 0
     bytes_moved: int = 0
+    restored_bytes: int = 0
     ready: Event | None = None
     saved_at: int = 0
     keep: int = 0
@@ -127,6 +129,7 @@ class Request:
             "recomputed": self.recomputed or None,
             "generated_tokens": self.num_generated,
             "bytes_moved": self.bytes_moved,
+            "restored_bytes": self.restored_bytes,
             "prefill_seconds": max(0.0, prefill_end - self.started_at) if self.started_at else 0.0,
             "decode_seconds": max(0.0, self.ended_at - prefill_end) if self.started_at else 0.0,
             "finish_reason": self.finish_reason,

@@ -278,6 +278,7 @@ class Scheduler:
         known = None
         if self._index is not None and request.sampler is not None:
             known = self._index.take(request.token_ids[:-1])
+            request.restored_bytes += known.num_bytes if known is not None else 0
         return known or Taken(self._cache.new_sequence())
 
     def _has_pages(self, num_pages: int) -> bool:

@@ -38,10 +38,12 @@ class Taken:
     Attributes:
         seq: the sequence.
         ready: it may be computed on when this event has completed; None: at once.
+        num_bytes: of pages and states that had to be brought back from the host's memory for it.
     """
 
     seq: SequenceKV
     ready: Event | None = None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class PrefixIndex:
             ContextError: as many sequences as there are recurrent states are there already.
         """
         self._settle()
-        state, on_device = None, False
+        state, on_device, num_bytes, before = None, False, 0, self.num_brought_in
         while True:
             path, length = self._tree.longest(token_ids, on_device)
             if not length:
@@ -121,10 +123,13 @@ class PrefixIndex:
             restored = self._cache.recurrent.restore(path[-1].states[length])
             if restored is not None:
                 state, ready = restored  # its copy comes behind those of the pages
+                num_bytes = self._cache.recurrent.bytes_per_checkpoint
                 break
             self._drop_state(path[-1], length)  # its marks are not right
         seq = self._cache.adopt([node.page for node in path], [node.epoch for node in path], length, state)
-        return Taken(seq, ready)
+        if self._tier is not None:
+            num_bytes += (self.num_brought_in - before) * self._tier.pool.block_bytes
+        return Taken(seq, ready, num_bytes)
 
     def known(self, token_ids: Sequence[int], anywhere: bool = False) -> int:
         """How many tokens of a prompt have rows on the device, so that it needs no pages for them; or anywhere."""

@@ -41,7 +41,7 @@ CASES = {  # what comes after it, and the most of it that may be known
     "unrelated": (lambda ids: ids[150:190], 0),
 }
 PLACES = ("device", "host", "file", "cancelled")
-PIECES = [(name, case, None) for name in IDS for case in CASES]
+PIECES: list[tuple[str, str, int | None]] = [(name, case, None) for name in IDS for case in CASES]
 PIECES += [(PLAIN, "diverging at a page", PAGE)]
 # Token by token, which takes time, where else the pieces differ: something is known, up to a checkpoint in the hybrid.
 PIECES += [(PLAIN, case, 1) for case, (_, most) in CASES.items() if most]
