@@ -63,11 +63,16 @@ def list_files(folder: str | None) -> None:
     pyllm cache list
     pyllm cache list --dir ~/.cache/pyllm/prompts
     """
+    from pyllm.prompt_cache.folder import left_behind
+
     found = sorted(_files(folder), key=lambda file: -file.used)
     for file in found:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
         click.echo(one_line(f"{file.name:<34}{size_text(file.size):>10}  {day}  {_summary(file.path)}"))
     note(f"{len(found)} files, {size_text(sum(file.size for file in found))}, in {_folder(folder)}")
+    unfinished = len(left_behind(_folder(folder)))
+    if unfinished:
+        note(f"{unfinished} more were not finished; pyllm cache prune removes them")
 
 
 @command.command("show")

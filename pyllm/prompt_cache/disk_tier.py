@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyllm.errors import ContextError, PyllmError, SessionError
+from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
 from pyllm.prompt_cache.fingerprint import difference
 from pyllm.prompt_cache.folder import LOCK, SUFFIX, make_private, remove_partial, session_files
 from pyllm.prompt_cache.pinned_pool import PinnedMemoryError
@@ -221,7 +221,12 @@ class DiskTier:
         name = hashlib.sha256(json.dumps([dict(self._identity), token_ids]).encode()).hexdigest()[:32]
         with self._locked():
             self._make_room(size)
-            self._sessions.save(self._folder / f"{name}{SUFFIX}", token_ids, {})
+            try:
+                self._sessions.save(self._folder / f"{name}{SUFFIX}", token_ids, {})
+            except UsageError:
+                if self._sessions.size(token_ids):
+                    raise
+                return  # it gave way meanwhile
             for entry in self._entries:
                 if len(entry.tokens) < len(ids) and _shared(entry.tokens, ids) == len(entry.tokens):
                     entry.path.unlink(missing_ok=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 
 from pyllm.errors import SessionError, UsageError
@@ -12,6 +15,9 @@ from pyllm.hub import models_dir
 SUFFIX = ".session"
 PARTIAL = ".partial"  # how names of files that are being written end
 LOCK = ".lock"  # in a folder that several processes share
+_PARTIAL_NAME = re.compile(rf"\..+\.(\d+)-[0-9a-f]{{8}}\{PARTIAL}")  # with the process that writes it
+_BEGINNING = b'{"__metadata__": {"format": "pyllm session"'  # of a file's header, which comes behind its length
+_LENGTH_BYTES = 8
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 
@@ -74,15 +80,39 @@ def _is_ours(path: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> int:
-    """Remove what processes left behind that were killed while they wrote; returns how many files. Other processes of
-    this machine that write are left alone."""
+    """Remove what processes left behind that were killed while they wrote; returns how many files."""
     removed = 0
-    for path in folder.glob(f".*{PARTIAL}"):
-        owner = path.name.removesuffix(PARTIAL).rpartition(".")[2].partition("-")[0]
-        if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
-            path.unlink(missing_ok=True)
+    for path in left_behind(folder):
+        with contextlib.suppress(OSError):  # another's, or gone by now
+            path.unlink()
             removed += 1
     return removed
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """Session files that were not finished and never will be: with the name of one that is being written, nothing but
+    the beginning of one in it, no lock on it (`session_file` holds one while it writes) and no such process here."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
+    found = [(name, match[1]) for name in names if (match := _PARTIAL_NAME.fullmatch(name))]
+    return [folder / name for name, pid in found if not os.path.exists(f"/proc/{pid}") and _is_left(folder / name)]
+
+
+def _is_left(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        start = os.pread(handle, len(_BEGINNING), _LENGTH_BYTES)
+        return stat.S_ISREG(os.fstat(handle).st_mode) and _BEGINNING.startswith(start)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def session_files(folder: Path) -> list[Path]:

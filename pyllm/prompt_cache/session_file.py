@@ -13,12 +13,14 @@ memory and the file, with its checksum computed on the way.
 
 `__metadata__` has "format", "version", and as JSON "fingerprint", "rows" and "chat". Whatever is wrong with a file is a
 `SessionError` of one line, found before anybody uses a byte of it. A file appears under its name only when it is whole:
-it is written under another, synced and renamed.
+it is written under another, synced and renamed. What writers that were killed left under such names goes with the next
+file that is written into the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -34,7 +36,7 @@ from typing import Any, BinaryIO, NoReturn, Self
 import numpy as np
 
 from pyllm.errors import SessionError
-from pyllm.prompt_cache.folder import PARTIAL
+from pyllm.prompt_cache.folder import PARTIAL, remove_partial
 
 FORMAT = "pyllm session"
 VERSION = 1
@@ -86,10 +88,13 @@ class SessionWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
 
     def __enter__(self) -> Self:
+        remove_partial(self._path.parent)
         with self._told():
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             self._file = open(os.open(self._temporary, flags, 0o600), "wb", buffering=0)
         with self._told(), self._removed_on_error():
+            with contextlib.suppress(OSError):  # not all file systems have locks; the process's number is in the name
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._put(self._header)
         return self
 

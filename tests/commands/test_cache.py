@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_list(pyllm: Run) -> None:
     assert "21 tokens, 1 turns, " in result.stdout and ", f32" in result.stdout
     assert "3 files, " in result.stderr
     assert pyllm("list", "--dir", "/nowhere").stderr.startswith("0 files")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (session_path("a").parent / f".d.session.{ended.pid}-0123abcd.partial").touch()
+    assert "1 more were not finished" in pyllm("list").stderr
+    assert "1 files removed" in pyllm("prune").stderr and "finished" not in pyllm("list").stderr
 
 
 def test_show(pyllm: Run) -> None:

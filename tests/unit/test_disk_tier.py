@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import struct
 import subprocess
 import sys
 import threading
@@ -14,8 +16,8 @@ import pytest
 from pyllm.errors import SessionError, UsageError
 from pyllm.llm import LLM
 from pyllm.prompt_cache import disk_tier
-from pyllm.prompt_cache.folder import make_private, session_files
-from pyllm.prompt_cache.session_file import SessionReader
+from pyllm.prompt_cache.folder import left_behind, make_private, session_files
+from pyllm.prompt_cache.session_file import SessionReader, SessionWriter
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, reference
 
@@ -152,11 +154,35 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (tmp_path / "c").mkdir()
-    left, own = (tmp_path / "c" / f".a.session.{pid}-ab.partial" for pid in (ended.pid, 1))
+    left, own = (tmp_path / "c" / f".a.session.{pid}-0123abcd.partial" for pid in (ended.pid, 1))
     left.touch()
     own.touch()
     with engine(PLAIN, tmp_path):
         assert not left.exists() and own.exists()
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+    """By name, content and lock; with the next file that is written."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    header = struct.pack("<Q", 900) + b'{"__metadata__": {"format": "pyllm session", "version'
+    names = [f".a.session.{ended.pid}-{number:08x}.partial" for number in range(5)]
+    contents = [header, header[:30], b"", b"12345678 of another program", header]
+    paths = [tmp_path / name for name in [*names, f".notes.{ended.pid}.partial", ".partial"]]
+    for path, content in zip(paths, [*contents, b"", b""], strict=True):
+        path.write_bytes(content)
+    writing = paths[4].open("rb")
+    fcntl.flock(writing, fcntl.LOCK_EX)  # by a process of another machine, or another numbering of processes
+    link = tmp_path / f".a.session.{ended.pid}-aaaaaaaa.partial"
+    link.symlink_to(paths[0])
+    assert set(left_behind(tmp_path)) == set(paths[:3])
+    with SessionWriter(tmp_path / "b.session", [], {}) as writer:
+        assert writer._temporary.exists() and not set(left_behind(tmp_path))
+        with pytest.raises(BlockingIOError), writer._temporary.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert set(tmp_path.iterdir()) == {*paths[3:], link, tmp_path / "b.session"}
+    writing.close()
+    assert left_behind(tmp_path) == [paths[4]]
 
 
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -20,12 +21,14 @@ from pyllm.device.host import HostDevice
 from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
 from pyllm.gguf_file import GGUFFile
 from pyllm.llm import LLM
+from pyllm.prompt_cache.folder import session_files
 from pyllm.prompt_cache.page_copies import PageCopies
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from pyllm.prompt_cache.sessions import IN_FLIGHT
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
 
+ROOT = Path(__file__).parents[2]
 PLAIN, HYBRID = "llama-a-f32", "qwen3next-b-eqheads-bf16"
 IDS = {PLAIN: list(range(3, 80)), HYBRID: reference("qwen3next-b-eqheads")["n70_tokens"].tolist()}
 
@@ -226,70 +229,69 @@ def test_a_session_that_does_not_fit_is_refused(saved: tuple[Path, list[int]], n
         assert tokens(llm.generate(saved[1][:9], greedy(3)))
 
 
-def test_a_full_disk_leaves_the_old_file(
-    saved: tuple[Path, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_file(saved: tuple[Path, list[int]], name: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: at the header, in a page, and at the last checksums."""
     path, ids = saved
     before = path.read_bytes()
-    put, calls = SessionWriter._put, iter(range(1000))
-
-    def fail_late(self: SessionWriter, data: Any) -> None:
-        if next(calls) == 3:
-            raise OSError(28, "No space left on device")
-        put(self, data)
-
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with engine(name) as llm:
         tokens(llm.generate(ids, greedy(3)))
-        monkeypatch.setattr(SessionWriter, "_put", fail_late)
-        with pytest.raises(SessionError, match="cannot be written: No space left"):
-            llm.save_session(path)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+        whole = llm.save_session(tmp_path / "whole").num_bytes
+        (tmp_path / "whole").unlink()
+        for limit in (100, whole // 2, whole - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                with pytest.raises(SessionError, match="cannot be written: File too large"):
+                    llm.save_session(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert path.read_bytes() == before
+            assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+        llm.save_session(path)
+        assert len(llm.load_session(path).token_ids) == len(ids) + 2
 
 
-KILLED_WRITER = """
-import os, random, signal, sys, time
-from pathlib import Path
-import numpy as np
-from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
-
-path = Path(sys.argv[1])
-sections = [Section("tokens", "I32", (4,)), *(Section(f"page.{i}", "U8", (100_000,)) for i in range(20))]
-
-def write(number):
-    with SessionWriter(path, sections, {"number": str(number)}) as writer:
-        writer.write(np.full(4, number, np.int32))
-        for _ in range(20):
-            writer.write(np.full(100_000, number % 256, np.uint8))
-
-started = time.perf_counter()
-write(0)
-seconds = time.perf_counter() - started
-whole = 0
-for number in range(1, 51):
-    child = os.fork()
-    if not child:
-        while True:
-            write(number)
-    time.sleep(random.Random(number).uniform(0, 3 * seconds))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with SessionReader(path) as reader:
-        found = int(reader.metadata["number"])
-        memory = np.empty(100_000, np.uint8)
-        for i in range(20):
-            reader.check(f"page.{i}", reader.read(f"page.{i}", memory))
-            assert (memory == found % 256).all()
-        whole += found == number
-print(whole, len(list(path.parent.iterdir())))
-"""
+def child(*arguments: object) -> dict[str, Any]:
+    """What `tests.session_child` prints."""
+    command = [sys.executable, "-m", "tests.session_child", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    return json.loads(ended.stdout)
 
 
-def test_a_killed_process_leaves_whole_files(tmp_path: Path) -> None:
-    """kill -9 at 50 points of saves; what lies under the name is the old file or the new one."""
-    command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path / "s")]
-    whole, entries = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert 0 < int(whole) <= 50 and int(entries) > 1  # some were killed in the middle
+def test_a_killed_engine_leaves_whole_files(tmp_path: Path) -> None:
+    """kill -9 at 50 points while engines of two kinds save and load; each begins by loading what the last one left."""
+    found = child("killed", tmp_path, 50)
+    assert found["saving"] > 5 and found["loading"] > 5
+    assert found["left"] > 0, "none was killed in the middle of a file"
+    for name in (PLAIN, HYBRID):
+        with engine(name) as llm:
+            for path in session_files(tmp_path / name):
+                llm.load_session(path)
+            llm.save_session(path, llm.load_session(path).token_ids)
+        assert {path.suffix for path in (tmp_path / name).iterdir()} == {".session"}  # nor is anything left behind
+
+
+def test_a_new_process_evaluates_new_tokens_only(saved: tuple[Path, list[int]], name: str) -> None:
+    path, ids = saved
+    found = child("resumed", path, name, 9, 8, 7)
+    known = found["known"]
+    assert known == ids[:-1]
+    assert (found["cached_tokens"], found["evaluated_tokens"]) == (len(known), 3)
+    with engine(name, prefix_cache=False) as fresh:
+        assert found["answer"] == tokens(fresh.generate([*known, 9, 8, 7], greedy(8)))
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    """Both write, read and remove the same conversations' files at the same time."""
+    budget = 300_000  # three of six
+    found = child("shared", tmp_path, budget)
+    assert found["removed"] > 3 and found["largest"] <= budget
+    files = session_files(tmp_path)
+    assert files and {path.name for path in tmp_path.iterdir()} == {".lock", *(path.name for path in files)}
+    with engine(PLAIN, ctx_size=400) as llm:
+        for path in files:
+            llm.load_session(path)
 
 
 def test_nothing_of_others_is_in_a_file(name: str, tmp_path: Path) -> None:
