@@ -675,7 +675,7 @@ def _token_ids(ids: Any) -> list[int]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise UsageError(f"a list of token ids is needed, not {type(ids).__name__}; see LLM.tokenize")
     try:
-        return [operator.index(token) for token in ids]
+        return list(map(operator.index, ids))
     except TypeError as error:
         raise UsageError(f"token ids must be whole numbers: {error}") from None
 

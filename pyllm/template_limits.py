@@ -88,10 +88,12 @@ class Limits:
             num_bytes += _ITEM_BYTES * len(value)
         self.take(num_bytes)
 
-    def made_text(self, value: str) -> None:
-        """`made` and `measure` of a text."""
-        self.take(sys.getsizeof(value))
-        self.fit(len(value))
+    def joined(self, left: str, right: str) -> str:
+        """Two texts put together, measured and counted."""
+        self.fit(len(left) + len(right))
+        text = left + right
+        self.take(sys.getsizeof(text))
+        return text
 
     def take(self, num_bytes: int) -> None:
         """Count so many bytes."""

@@ -144,9 +144,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _made(self, value: Any, with_items: bool = False) -> Any:
         """The new value, counted."""
-        if type(value) is str:
-            self.limits.made_text(value)
-            return value
         self.limits.made(value, with_items)
         if isinstance(value, str | list | tuple | dict):
             self.limits.measure(value)
@@ -230,8 +227,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.limits.step()
         left, right = self._text(left), self._text(right)
         if operator == "+" and type(left) is str and type(right) is str:  # what templates do most
-            self.limits.fit(len(left) + len(right))
-            return self._made(left + right)
+            return self.limits.joined(left, right)
         if operator == "%" and isinstance(right, tuple):
             right = tuple(map(self._text, right))
         check = {"+": self._check_add, "*": self._check_multiply, "**": self._check_power, "%": self._check_modulo}

@@ -14,7 +14,7 @@ from pyllm.prompt_cache.host_tier import HostPage
 from pyllm.recurrent_cache import Checkpoint
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """One page.
 
