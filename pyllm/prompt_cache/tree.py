@@ -126,7 +126,9 @@ class Tree:
 
     def add(self, node: Node, tokens: tuple[int, ...], page: int, epoch: int) -> tuple[Node, bool]:
         """The child of a node for some tokens, and whether it was made now; one that has these and more is as good."""
-        child = node.children.get(tokens) or self._covering(node, tokens)
+        child = node.children.get(tokens)
+        if child is None and len(tokens) < self._page_size:
+            child = self._covering(node, tokens)
         if child is not None and child.is_known:
             return child, False
         known = self._drop_covered(node, tokens) if node.parts or child is not None else dict[int, Checkpoint]()
@@ -152,9 +154,7 @@ class Tree:
             self._give_up(one)
 
     def _covering(self, node: Node, tokens: tuple[int, ...]) -> Node | None:
-        """A child that holds these tokens and more."""
-        if len(tokens) == self._page_size:
-            return None
+        """A child that holds these tokens, less than a page full, and more."""
         return next((child for child in node.children.values() if child.tokens[: len(tokens)] == tokens), None)
 
     def _drop_covered(self, node: Node, tokens: tuple[int, ...]) -> dict[int, Checkpoint]:
