@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -100,6 +101,44 @@ def test_a_pinned_block_under_a_copy(device: HostDevice, monkeypatch: pytest.Mon
     gate.open()
     device.copies.record().synchronize()
     block.writable()[:] = 1
+
+
+def test_a_block_that_comes_back_behind_an_earlier_event(device: HostDevice) -> None:
+    done, a = device.record(), device.empty((8,), np.float32)
+    device.synchronize()
+    gate = device.gate()
+    device.release(a)
+    device.memory._retired = deque((done, block) for _, block in device.memory._retired)  # as if events were mixed up
+    with pytest.raises(AssertionError, match="a block is taken back while queued work may still use it"):
+        device.empty((8,), np.float32)
+    gate.open()
+
+
+@pytest.mark.parametrize("memory", ["memory", "pinned_memory"])
+def test_memory_that_is_freed_under_queued_work(device: HostDevice, memory: str) -> None:
+    given_back, pinned = device.empty((8,), np.float32), device.pinned(64)
+    gate = device.gate()
+    device.release(given_back)
+    device.release_pinned(pinned)
+    arena = getattr(device, memory)
+    with pytest.raises(AssertionError, match="a block is freed while queued work may still use it"):
+        arena.clear()
+    gate.open()
+    device.synchronize()
+    arena.clear()
+    assert arena.bytes_in_use == 0
+
+
+def test_a_recording_whose_buffers_have_moved(device: HostDevice) -> None:
+    with open_engine(model_path("llama-a-f32"), device) as llm:
+        executor = llm._executor
+        tokens(llm.generate(IDS[:5], greedy(4)))
+        captured, moves = dict(executor._captured), executor.workspace.num_moves
+        assert captured
+        executor._forget_moved = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(PyllmError, match="AssertionError: a recording is replayed whose buffers have moved"):
+            tokens(llm.generate(IDS, greedy(4)))  # a longer prompt: buffers grow
+        assert executor._captured == captured and executor.workspace.num_moves > moves
 
 
 def test_answers_are_the_same(device: HostDevice) -> None:
