@@ -7,6 +7,8 @@ import pytest
 
 from pyllm.device import Device
 from tests.engine import greedy, interleaved, open_engine, tokens
+from tests.models.test_hybrids import MODELS as HYBRIDS
+from tests.models.test_hybrids import QUANT, path_and_reference
 from tests.models.test_references import check_float16
 from tests.ops.lives import LIVES
 from tests.refdata import PROMPTS, model_path, quant_path, quant_reference, reference, same_until_unclear
@@ -19,14 +21,7 @@ OTHERS = {
     "gemma3-a": "gemma3-a-f16",
     "gemma3-b-ropelinear": "gemma3-b-ropelinear-f32",
     "qwen3moe-a": "qwen3moe-a-f16",
-    "qwen35-a": "qwen35-a-f16",
-    "qwen35-b-real": "qwen35-b-real-bf16",
-    "qwen35moe-a": "qwen35moe-a-f16",
-    "qwen35moe-b-mtp": "qwen35moe-b-mtp-bf16",
-    "qwen3next-a": "qwen3next-a-f16",
-    "qwen3next-b-eqheads": "qwen3next-b-eqheads-bf16",
 }
-SLOW = ("qwen35-a", "qwen35-b-real", "qwen35moe-a", "qwen35moe-b-mtp", "qwen3next-a")
 QUANTS = tuple(sorted(path.stem.removeprefix("llama-q-") for path in quant_path("").parent.glob("llama-q-*.gguf")))
 QUANTS_EVERYWHERE = ("Q2_K", "Q3_K", "Q4_K_M-mix")  # emulation is slow: the others with one kind of tiles
 MARGIN = 0.1  # of float16 matrix products
@@ -60,12 +55,21 @@ def test_models(device: Device, name: str, ubatch_size: int) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures(device: Device, name: str) -> None:
-    if device.name == "emulated" and device.target.tiles != "mma" and name in SLOW:
-        pytest.skip("emulated with one kind of tiles only")
     ref = reference(name)
     with open_engine(model_path(OTHERS[name]), device, kv_type="f16", ubatch_size=64) as llm:
         for prompt in prompts_for(device)[: 1 if device.name == "emulated" else 3]:
             check_float16(llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"])
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, QUANT])
+def test_hybrids(device: Device, name: str) -> None:
+    """The longer prompt takes the chunked form of the recurrence, then for its last tokens the other one."""
+    path, ref = path_and_reference(name)
+    with open_engine(path, device, kv_type="f16", ubatch_size=64) as llm:
+        for prompt in prompts_for(device):
+            check_float16(llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"])
+    kernels = device._functions if device.name == "gpu" else device._kernels
+    assert {"gated_delta_rule", "gated_delta_rule_chunks"} <= {entry for _, entry, *_ in kernels}
 
 
 @pytest.mark.parametrize("quant", QUANTS)
