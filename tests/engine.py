@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ def open_engine(path: Path, device: HostDevice | None = None, **options: Any) ->
     """An engine with poisoned memory; float32 K/V rows unless said otherwise."""
     options.setdefault("kv_type", "f32")
     return LLM.with_options(path, device or HostDevice(poison=True), EngineOptions(**options))
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of some module returns where nothing has run before: a process of its own, not forked."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -12,7 +12,7 @@ from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.llm import LLM
 from pyllm.sampling import SamplingParams
-from tests.engine import greedy, interleaved, open_engine, tokens
+from tests.engine import greedy, in_fresh_process, interleaved, open_engine, tokens
 from tests.models.test_hybrids import MODELS, SMALL
 from tests.refdata import model_path, reference
 
@@ -158,11 +158,16 @@ def test_a_checkpoint_that_is_not_the_sequences_own_is_not_used(fresh: LLM) -> N
         assert llm.stats["cached_tokens"] == 0
 
 
-def test_a_code_word_is_forgotten(fresh: LLM) -> None:
+def answer_alone(prompt: list[int]) -> list[tuple[int, Any]]:
+    with small(prefix_cache=False) as llm:
+        return answer(llm, prompt)
+
+
+def test_a_code_word_is_forgotten() -> None:
     """30 rounds of a prompt with a word of its own, and an unrelated one in several chunks, as in a fresh process."""
     rng = np.random.default_rng(7)
     unrelated = IDS[:50]
-    expected = answer(fresh, unrelated)
+    expected = in_fresh_process(answer_alone, unrelated)
     with small(n_seqs=2) as llm:
         for _ in range(30):
             word = rng.integers(0, 512, 4).tolist()

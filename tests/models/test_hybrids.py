@@ -21,7 +21,7 @@ from pyllm.llm import LLM
 from pyllm.ops.op import Op
 from pyllm.quants import QuantType
 from tests import edited_model
-from tests.engine import greedy, interleaved, open_engine, tokens
+from tests.engine import greedy, in_fresh_process, interleaved, open_engine, tokens
 from tests.models.test_references import check_float32, check_greedy
 from tests.ops.lives import LIVES
 from tests.refdata import PROMPTS, model_path, quant_path, quant_reference, reference
@@ -328,13 +328,20 @@ def test_memory_of_checkpoints_is_told_and_holds() -> None:
     assert f"Each checkpoint of a state takes {saved} of the host's memory, all together at most {most}\n" in shown
 
 
+CHUNKED = {"ctx_size": 128, "ubatch_size": 16, "n_seqs": 2}
+
+
+def logits_and_answer(ids: list[int]) -> tuple[np.ndarray, list[int]]:
+    with open_engine(model_path(MODELS[SMALL]), **CHUNKED) as llm:
+        return llm.logits(ids), tokens(llm.generate(ids, greedy(8)))
+
+
 def test_nothing_of_a_conversation_reaches_the_next() -> None:
     """Rounds of a prompt with a word of its own and an unrelated one in several ubatches: as in a fresh process."""
     rng = np.random.default_rng(3)
     unrelated = IDS[:50]
-    with open_engine(model_path(MODELS[SMALL]), ctx_size=128, ubatch_size=16, n_seqs=2) as llm:
-        expected, answer = llm.logits(unrelated), tokens(llm.generate(unrelated, greedy(8)))
-    with open_engine(model_path(MODELS[SMALL]), ctx_size=128, ubatch_size=16, n_seqs=2) as llm:
+    expected, answer = in_fresh_process(logits_and_answer, unrelated)
+    with open_engine(model_path(MODELS[SMALL]), **CHUNKED) as llm:
         for _ in range(30):
             stream = llm.generate(rng.integers(0, 512, rng.integers(5, 60)).tolist(), greedy(20))
             for _ in range(int(rng.integers(1, 20))):  # some are given up half-way
