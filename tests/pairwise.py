@@ -16,10 +16,11 @@ def pairwise(settings: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     def pairs(row: Mapping[str, int]) -> set[tuple[str, int, str, int]]:
         return {(a, row[a], b, row[b]) for a, b in combinations(names, 2)}
 
-    missing = set().union(*map(pairs, rows))
+    pairs_of = [pairs(row) for row in rows]
+    missing = set().union(*pairs_of)
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs(row) & missing))  # the first of equals
-        missing -= pairs(best)
-        chosen.append({name: settings[name][best[name]] for name in names})
+        best = max(range(len(rows)), key=lambda index: len(pairs_of[index] & missing))  # the first of equals
+        missing -= pairs_of[best]
+        chosen.append({name: settings[name][rows[best][name]] for name in names})
     return chosen
