@@ -21,8 +21,8 @@ from pyllm.errors import DeviceError
 
 _COMPILERS = ("g++", "clang++")
 # -O1: most kernels run a few times, and -O2 takes half as long again to compile them. No contraction: a * b + c has two
-# roundings, as written; kernels that want one say fmaf. The stack probe makes a large frame hit the guard page instead of
-# jumping over it.
+# roundings, as written; kernels that want one say fmaf. The stack probe makes a large frame hit the guard page and not
+# jump over it.
 _OPTIONS = (
     *("-x", "c++", "-std=c++17", "-O1", "-march=native", "-shared", "-fPIC"),
     *("-ffp-contract=off", "-fno-math-errno", "-fstack-clash-protection"),
