@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pyllm.device import Device
+from pyllm.sampling import SamplingParams
 from tests.engine import greedy, interleaved, open_engine, tokens
 from tests.models.test_hybrids import MODELS as HYBRIDS
 from tests.models.test_hybrids import QUANT, path_and_reference
@@ -128,3 +129,16 @@ def test_a_row_without_finite_logits_is_an_error(device: Device) -> None:
         llm._executor.model.forward = broken
         with pytest.raises(Exception, match="finite"):
             tokens(llm.generate([1, 2, 3], greedy(1)))
+
+
+@pytest.mark.parametrize("life", [life for life in LIVES if life != "cpu"])
+def test_a_shift_is_the_same_on_pages_of_any_size(life: str) -> None:
+    """16 tokens stay, 8 go, and the rows behind them are shifted: pages of 8 or of 4 give the same in every bit."""
+    ids, found = reference("llama-a")["n70_tokens"].tolist(), []
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+    options = {"kv_type": "f16", "ctx_size": 40, "overflow": "shift", "keep": 16}
+    for page_size in (8, 4):
+        with open_engine(model_path(MODELS["llama-a"]), LIVES[life](), page_size=page_size, **options) as llm:
+            found.append([(chunk.token, chunk.logprob) for chunk in llm.generate(ids[:37], params)])
+            assert llm.stats["shifted_tokens"] == 8
+    assert found[0] == found[1] and len(found[0]) == 6
