@@ -18,7 +18,7 @@ from pyllm.executor import Logits
 from pyllm.llm import LLM
 from pyllm.request import Request
 from pyllm.sampling import SamplingParams
-from tests.engine import open_engine
+from tests.engine import open_engine, tokens
 from tests.refdata import model_path, reference
 
 PLAIN, HYBRID = "llama-a-f32", "qwen3next-b-eqheads-bf16"
@@ -52,7 +52,7 @@ def engine(name: str, **options: Any) -> LLM:
     return open_engine(model_path(name), **{"ctx_size": 72, "page_size": PAGE, "prefix_cache": True, **options})
 
 
-def answer(llm: LLM, prompt: list[int]) -> tuple[list[int | None], np.ndarray]:
+def answer(llm: LLM, prompt: list[int], params: SamplingParams = LIKELIEST) -> tuple[list[int], np.ndarray]:
     """Tokens, and all logits of each."""
     rows: list[np.ndarray] = []
     drawn = llm._scheduler._drawn
@@ -63,7 +63,7 @@ def answer(llm: LLM, prompt: list[int]) -> tuple[list[int | None], np.ndarray]:
 
     llm._scheduler._drawn = note  # type: ignore[method-assign]
     try:
-        found = [chunk.token for chunk in llm.generate(prompt, LIKELIEST)]
+        found = tokens(llm.generate(prompt, params))
     finally:
         llm._scheduler._drawn = drawn  # type: ignore[method-assign]
     return found, np.array(rows)
@@ -108,7 +108,7 @@ def test_agree(name: str, case: str, ubatch_size: int | None, saved: Callable[[s
     prompt = make(IDS[name])
     cuts = name == HYBRID and ubatch_size != 1  # where states are kept, and nowhere in an engine that keeps nothing
     with engine(name, ubatch_size=ubatch_size, prefix_cache=cuts) as fresh:
-        tokens, logits = answer(fresh, prompt)
+        expected, logits = answer(fresh, prompt)
         assert fresh.stats["cached_tokens"] == 0
     by_count = {0: logits}  # tokens that were known: the logits that come of it
     for place in PLACES if ubatch_size != 1 else ("file",):  # its steps take time
@@ -116,14 +116,14 @@ def test_agree(name: str, case: str, ubatch_size: int | None, saved: Callable[[s
             put(llm, IDS[name], place, saved(name, ubatch_size))
             found, values = answer(llm, prompt)
             cached = llm.stats["cached_tokens"]
-        assert found == tokens, place
+        assert found == expected, place
         assert cached <= most, place
         if name == PLAIN and place != "cancelled":
             assert cached == most, place
         assert cached or ubatch_size != 1, "nothing is compared"
         same_pieces = ubatch_size is not None and cached % ubatch_size == 0
-        expected = logits if same_pieces else by_count.setdefault(cached, values)
-        assert values.tobytes() == expected.tobytes(), place
+        same = logits if same_pieces else by_count.setdefault(cached, values)
+        assert values.tobytes() == same.tobytes(), place
         assert np.abs(values - logits).max() <= ROUNDING, place
 
 

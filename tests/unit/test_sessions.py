@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.host import HostDevice
 from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
 from pyllm.gguf_file import GGUFFile
@@ -86,17 +85,6 @@ def test_files_are_private_and_leave_nothing_else(saved: tuple[Path, list[int]])
     path, _ = saved
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_a_session_goes_from_a_gpu_to_the_cpu(name: str, tmp_path: Path) -> None:
-    prompt = IDS[name][:10]
-    with engine(name, EmulatedDevice(), ubatch_size=16, kv_type="f16") as gpu:
-        answer = tokens(gpu.generate(prompt, greedy(2)))
-        gpu.save_session(tmp_path / "a")
-    with engine(name, kv_type="f16") as cpu:
-        length = len(cpu.load_session(tmp_path / "a").token_ids)
-        assert tokens(cpu.generate(prompt + answer, greedy(4)))
-        assert cpu.stats["cached_tokens"] == length >= len(prompt)
 
 
 def flips(path: Path) -> list[int]:
