@@ -191,12 +191,21 @@ class Scheduler:
             raise
 
     def _wait(self) -> bool:
-        """For the oldest step; where there is none, for a sequence that is being restored. False: for nothing."""
+        """For the oldest step; where there is none, for a sequence that is being restored, or a session that has pages
+        which the first in the queue needs. False: for nothing."""
         restoring = (request.ready for request in self._running if request.ready is not None)
         event = self._in_flight[0].step.done if self._in_flight else next(restoring, None)
         if event is not None:
             event.synchronize()
+        elif self._waiting and self._has_guests:
+            time.sleep(0.001)
+            return True
         return event is not None
+
+    @property
+    def _has_guests(self) -> bool:
+        """Whether sessions that are being saved or loaded have pages, which come back by themselves."""
+        return self._index is not None and self._index.num_guests > 0
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -408,7 +417,7 @@ class Scheduler:
 
     def _wait_for_pages(self, request: Request, others_run: bool) -> bool:
         """No younger sequence can give way: wait for older ones, or end when there is nobody to wait for."""
-        if len(self._running) > 1 or others_run:
+        if len(self._running) > 1 or others_run or self._has_guests:
             self._put_back(request)
         else:
             self._end(request, "error", ContextError("the K/V pages are used up; make the context larger (-c)"))

@@ -84,6 +84,10 @@ class PrefixIndex:
 
     Args:
         tier: the host's memory, for pages that have to give way.
+
+    Attributes:
+        num_copied_out, num_brought_in: pages, so far.
+        num_guests: sessions that are being saved or loaded, and have pages until then.
     """
 
     def __init__(self, cache: KVCache, tier: HostTier | None = None) -> None:
@@ -94,6 +98,7 @@ class PrefixIndex:
         self._moving: deque[tuple[Event, int]] = deque()  # pages that are copied, held until then
         self.num_copied_out = 0
         self.num_brought_in = 0
+        self.num_guests = 0
 
     @property
     def num_pages(self) -> int:
@@ -182,10 +187,12 @@ class PrefixIndex:
                 self._cache.hold(page)
         for block in held.blocks:
             block.num_pins += 1
+        self.num_guests += 1
         return held
 
     def let_go(self, held: Held) -> None:
         """The end of `hold`."""
+        self.num_guests -= 1
         for block in held.blocks:
             block.num_pins -= 1
         for page in held.pages:
@@ -216,6 +223,9 @@ class PrefixIndex:
         for node in leaving:
             self._leave_device(node)
         self._settle()
+        while self._moving and self._cache.num_free_pages < num_pages:  # of nodes that were given up meanwhile
+            self._moving[0][0].synchronize()
+            self._settle()
         return self._cache.num_free_pages >= num_pages
 
     def forget(self, page: int) -> None:

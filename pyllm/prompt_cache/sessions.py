@@ -192,6 +192,7 @@ class Sessions:
             loading = _Loading()
             with self._guests, self._lock:
                 self._blocks.give_all_back()  # as in `save`
+                self._index.num_guests += 1
             try:
                 self._check(reader)
                 self._read_pages(reader, loading)
@@ -212,6 +213,7 @@ class Sessions:
                 for copy in loading.copies:
                     copy.synchronize()
                 with self._guests, self._lock:
+                    self._index.num_guests -= 1
                     for saved in loading.states:
                         saved.block.num_pins -= 1
                     for page in loading.pages:

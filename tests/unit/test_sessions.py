@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pyllm.llm import LLM
 from pyllm.prompt_cache.folder import session_files
 from pyllm.prompt_cache.page_copies import PageCopies
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
-from pyllm.prompt_cache.sessions import IN_FLIGHT
+from pyllm.prompt_cache.sessions import IN_FLIGHT, Sessions
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
 
@@ -323,6 +324,43 @@ def test_others_run_while_a_session_is_saved_and_loaded(name: str, tmp_path: Pat
         expected += tokens(other)
     with engine(name, ctx_size=160) as fresh:
         assert tokens(fresh.generate(IDS[name][50:60], greedy(60))) == expected
+
+
+@pytest.mark.parametrize("what", ["saved", "loaded"])
+def test_prompts_wait_for_pages_that_a_session_has(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for one conversation, and another is being saved or loaded: it does not fail, it comes when that is done."""
+    with engine(name, ctx_size=48) as llm, engine(name, prefix_cache=False) as fresh:
+        tokens(llm.generate(IDS[name][:40], greedy(2)))
+        llm.save_session(tmp_path / "s", IDS[name][:40])
+        begun, go_on = threading.Event(), threading.Event()
+        owner, method = (SessionWriter, "__enter__") if what == "saved" else (Sessions, "_read_states")
+        real = getattr(owner, method)
+
+        def late(*given: Any) -> Any:
+            begun.set()
+            assert go_on.wait(60)
+            return real(*given)
+
+        monkeypatch.setattr(owner, method, late)
+        if what == "saved":
+            guest = threading.Thread(target=llm.save_session, args=(tmp_path / "t", IDS[name][:40]))
+        else:
+            llm.forget()
+            guest = threading.Thread(target=llm.load_session, args=(tmp_path / "s",))
+        guest.start()
+        assert begun.wait(60)
+        found: list[int] = []
+        prompt = IDS[name][25:65]
+        asker = threading.Thread(target=lambda: found.extend(tokens(llm.generate(prompt, greedy(3)))))
+        asker.start()
+        asker.join(0.05)
+        assert asker.is_alive() and not found
+        go_on.set()
+        asker.join(60)
+        guest.join(60)
+        assert found == tokens(fresh.generate(prompt, greedy(3)))
 
 
 def test_without_a_cache_there_are_no_sessions(tmp_path: Path) -> None:
