@@ -28,7 +28,7 @@ from pyllm.ops.linear import LINEAR, linear_scratch
 from pyllm.ops.mul_mat import MUL_MAT, scratch_size
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_plan import Gate, Norm
-from pyllm.quants import QuantType
+from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 
 _EPS = 1e-6
@@ -38,10 +38,17 @@ def mul_mat_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCas
     for qtype in types:
         for rows, row_elements in sizes.matrices if qtype in sizes.all_matrices else sizes.matrices[:1]:
             for tokens in sizes.tokens:
-                name = f"{qtype.name}, {tokens} x {row_elements} x {rows}"
-                arguments = partial(_product, qtype, tokens, rows, row_elements)
-                flops = 2.0 * tokens * rows * row_elements
-                yield BenchCase(MUL_MAT, name, arguments, _product_sample, _product_traffic, flops, F16_LIMIT)
+                yield mul_mat_case(qtype, tokens, rows, row_elements)
+        if FORMATS[qtype].block_size > 1:
+            yield mul_mat_case(qtype, 1, *sizes.large_matrix)
+
+
+def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int) -> BenchCase:
+    """Tokens times one weight."""
+    name = f"{qtype.name}, {tokens} x {row_elements} x {rows}"
+    arguments = partial(_product, qtype, tokens, rows, row_elements)
+    flops = 2.0 * tokens * rows * row_elements
+    return BenchCase(MUL_MAT, name, arguments, _product_sample, _product_traffic, flops, F16_LIMIT)
 
 
 def _product(qtype: QuantType, tokens: int, rows: int, row_elements: int, source: Source) -> Arguments:

@@ -30,6 +30,8 @@ class Sizes:
         tokens: of products.
         matrices: (rows, row elements) of weights; every block type is measured with the first, the types of
             `all_matrices` with all of them.
+        large_matrix: the same of a weight as large as that of a vocabulary, which one token is multiplied with; of
+            every packed block type. Beside its time that of starting a kernel is short.
         few, many: tokens of the other ops, as in decoding and in prefill.
         hidden, inner: width of the residual stream, and of the feed-forward block.
         kv_width: elements of a K or V row.
@@ -44,6 +46,7 @@ class Sizes:
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048)
     matrices: tuple[tuple[int, int], ...] = ((14336, 4096), (4096, 4096), (12288, 4096))
     all_matrices: tuple[QuantType, ...] = (QuantType.Q4_K, QuantType.Q8_0)
+    large_matrix: tuple[int, int] = (131_072, 4096)
     few: int = 8
     many: int = 2048
     hidden: int = 4096
@@ -63,6 +66,7 @@ SMALL = Sizes(
     tokens=(1, 17),
     matrices=((64, 256),),
     all_matrices=(QuantType.Q4_K,),
+    large_matrix=(80, 256),
     few=2,
     many=9,
     hidden=256,

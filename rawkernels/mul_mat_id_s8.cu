@@ -6,8 +6,9 @@
 // Launch    grid (B), block (THREADS): a group is up to TOKENS pairs of one expert; its rows of w are cut into tiles of 16.
 //           Each block has an equal share of the tiles of all groups, one behind the other, GATE: of pairs of tiles; its warps
 //           equal shares of the chunks of k of those
-// Shared    static: how many pairs each expert has, the choice, the block's groups. Dynamic: STAGES units of 16 rows for each
-//           warp; `capacity` rows of x as whole numbers (common/product_s8.cuh); for each warp SLOTS sums [TOKENS][16]
+// Shared    static: how many pairs each expert has, the choice, the block's groups, a codebook. Dynamic: STAGES units of 16
+//           rows for each warp; `capacity` rows of x as whole numbers (common/product_s8.cuh); for each warp SLOTS sums
+//           [TOKENS][16]
 // Sync      SMALL: each warp finds the groups for itself. Else all threads count, barrier; each warp finds where groups begin,
 //           one writes down those of the block, barrier. The block works in rounds of whole groups with up to `capacity`
 //           pairs, nearly always a single one: the first weights are asked for; pairs are listed, barrier (not if SMALL); x is
@@ -33,6 +34,36 @@
 //           QTYPE=2,20 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1
 //           CHUNKS=4;
 //           QTYPE=3 TOKENS=8 SMALL=0 X_F16=0 OUTPUT=0 GATE=0 THREADS=384 UNIT_K=256 UNIT_BYTES=160 STAGES=2 ALIGNED=1
+//           CHUNKS=4;
+//           QTYPE=6 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=176 STAGES=2 ALIGNED=1
+//           CHUNKS=4;
+//           QTYPE=7 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=192 STAGES=2 ALIGNED=1
+//           CHUNKS=4;
+//           QTYPE=10 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=84 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=11 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=110 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=16 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=17 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=74 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=18 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=98 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=19 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=50 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=21 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=110 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=22 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=82 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=29 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=56 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=34 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=54 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=35 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=39 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=136 STAGES=2 ALIGNED=0
+//           CHUNKS=4;
+//           QTYPE=40 TOKENS=8 SMALL=0 X_F16=1 OUTPUT=1 GATE=1 THREADS=384 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1
 //           CHUNKS=4
 #define NORM 0
 #include "common/gates.cuh"
@@ -187,6 +218,8 @@ KERNEL(THREADS) mul_mat_id_s8(const x_t* RESTRICT x, const i32* RESTRICT experts
     SHARED Book books[SMALL ? WARPS : 1];
     Book& book = books[SMALL ? WARP_ID() : 0];
     const i32 results_of_group = (N + 15) / 16;
+    WHOLE_TABLE_SHARED(table);
+    bring_table(table);
 #if SMALL
     GRID_DEPENDENCY();
     const i32 named = LANE() < static_cast<u32>(num_pairs) ? experts[LANE()] : -1;
@@ -366,9 +399,9 @@ KERNEL(THREADS) mul_mat_id_s8(const x_t* RESTRICT x, const i32* RESTRICT experts
             async_wait<STAGES - 1>();
             WARP_BARRIER();
             if (COLUMNS == 1 || its_pairs <= 4) {
-                multiply<1>(sum, packed, columns, unit);
+                multiply<1>(sum, packed, columns, unit, table);
             } else {
-                multiply<COLUMNS>(sum, packed, columns, unit);
+                multiply<COLUMNS>(sum, packed, columns, unit, table);
             }
             WARP_BARRIER();  // all lanes have read the stage
             fetch(item + STAGES, stages + stage * UNIT_STAGE);

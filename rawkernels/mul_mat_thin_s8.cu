@@ -7,19 +7,21 @@
 //           of w1), its warps equal shares of the units of k of those tiles, one behind the other
 // Shared    dynamic: STAGES units of 16 rows for each warp, 16 PITCH bytes each; x as whole numbers: for each token its bytes
 //           [K / 32][2][32] and 64 bytes, for each token and unit a scale and what the minima are multiplied with; the sums
-//           of warps, [WARPS + tiles][TOKENS][16] floats
+//           of warps, [WARPS + tiles][TOKENS][16] floats. Static: a codebook, where the format has one
 // Sync      x is brought into shared memory while the first copies run; barrier. Each warp works alone: it keeps STAGES units
 //           coming by asynchronous copies, waits for the oldest, multiplies, and starts the next copy behind a warp barrier. At the
 //           end of a tile or of its share it writes its sums. Barrier; a tile's sums are added up in the order of k
 // Numerics  x (saturated at 65504) is 256 a + b times a scale for each UNIT_K of k, a and b signed bytes: off by at most a
-//           65,278th of the unit's largest. Weights, products and their sums over 32 k, or over 256 where scales are whole
-//           numbers, are exact; from there on f32. NORM: x * norm is taken so, and 1 / sqrt(mean x^2 + eps) multiplies the sums
+//           65,278th of the unit's largest. Weights, products and their sums over 16 or 32 k, or over 256 where scales are
+//           whole numbers, are exact; from there on f32. NORM: x * norm is taken so, and 1 / sqrt(mean x^2 + eps) multiplies
+//           the sums
 // Defines   QTYPE as in quants/whole.cuh; TOKENS 4 or 8; X_F16; NORM
 //           OUTPUT 0 f32, 1 f16, 2 added to f32; GATE 0, 1: silu(w0 x) * (w1 x), 2: gelu; BIAS; THREADS
 //           UNIT_K k that a warp works on at a time, UNIT_BYTES their bytes in a row; STAGES
 //           ALIGNED: units begin at multiples of 16 bytes
 // Arch      sm_80 sm_90
 // SharedLimit   sm_90=232448 sm_80=166912
+// Scratch   sm_80=8
 // Compile   QTYPE=12 TOKENS=4 NORM=1 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1;
 //           QTYPE=12 TOKENS=4 NORM=1 X_F16=0 OUTPUT=1 GATE=1,2 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1;
 //           QTYPE=12 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1;
@@ -29,7 +31,22 @@
 //           QTYPE=8 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=272 STAGES=2 ALIGNED=1;
 //           QTYPE=8 TOKENS=4 NORM=1 X_F16=0 OUTPUT=0 GATE=0 BIAS=1 THREADS=256 UNIT_K=64 UNIT_BYTES=68 STAGES=2 ALIGNED=0;
 //           QTYPE=2,20 TOKENS=4 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1;
-//           QTYPE=3 TOKENS=4 NORM=0 X_F16=0 OUTPUT=0 GATE=0 BIAS=1 THREADS=512 UNIT_K=256 UNIT_BYTES=160 STAGES=2 ALIGNED=1
+//           QTYPE=3 TOKENS=4 NORM=0 X_F16=0 OUTPUT=0 GATE=0 BIAS=1 THREADS=512 UNIT_K=256 UNIT_BYTES=160 STAGES=2 ALIGNED=1;
+//           QTYPE=6 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=176 STAGES=2 ALIGNED=1;
+//           QTYPE=7 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=192 STAGES=2 ALIGNED=1;
+//           QTYPE=10 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=84 STAGES=2 ALIGNED=0;
+//           QTYPE=11 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=110 STAGES=2 ALIGNED=0;
+//           QTYPE=39 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=136 STAGES=2 ALIGNED=0;
+//           QTYPE=40 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=144 STAGES=2 ALIGNED=1;
+//           QTYPE=16 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0;
+//           QTYPE=17 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=74 STAGES=2 ALIGNED=0;
+//           QTYPE=22 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=82 STAGES=2 ALIGNED=0;
+//           QTYPE=18 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=98 STAGES=2 ALIGNED=0;
+//           QTYPE=21 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=110 STAGES=2 ALIGNED=0;
+//           QTYPE=19 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=50 STAGES=2 ALIGNED=0;
+//           QTYPE=29 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=56 STAGES=2 ALIGNED=0;
+//           QTYPE=34 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=54 STAGES=2 ALIGNED=0;
+//           QTYPE=35 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0
 #include "common/gates.cuh"
 #include "common/product_s8.cuh"
 #include "common/thin.cuh"
@@ -82,6 +99,8 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
 #pragma unroll
     for (int s = 0; s < STAGES; s++) fetch(source, stages + s * UNIT_STAGE, all, units);
 
+    WHOLE_TABLE_SHARED(table);
+    bring_table(table);
     // Behind the first weights, which no kernel writes.
     GRID_DEPENDENCY();
     Batch batch;
@@ -146,7 +165,7 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
         }
         async_wait<STAGES - 1>();
         WARP_BARRIER();
-        multiply(sum, packed, columns, unit);
+        multiply(sum, packed, columns, unit, table);
         WARP_BARRIER();  // all lanes have read the stage
         fetch(source, stages + stage * UNIT_STAGE, all, units);
         stage = stage + 1 == STAGES ? 0 : stage + 1;

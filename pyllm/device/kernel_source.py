@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 import pyllm
 from pyllm.errors import DeviceError
 from pyllm.ops.op import Target
 from pyllm.quants import QuantType
-from pyllm.quants.grids import GRID_TYPES, grid_words
+from pyllm.quants.grids import GRID_TYPES, SELECTOR_TYPES, grid_selectors, grid_words
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 _PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\b")
@@ -126,12 +128,25 @@ def _quant_grid(defines: Mapping[str, int]) -> list[str]:
     qtype = defines.get("QTYPE")
     if qtype not in GRID_TYPES:
         return []
-    words = [f"0x{word:08X}u" for word in grid_words(QuantType(qtype))]
+    return _table("quant_grid", grid_words(QuantType(qtype)))
+
+
+def _quant_selectors(defines: Mapping[str, int]) -> list[str]:
+    """The same as numbers of levels, for rawkernels/quants/whole.cuh."""
+    qtype = defines.get("QTYPE")
+    if qtype not in SELECTOR_TYPES:
+        return []
+    selectors, levels = grid_selectors(QuantType(qtype))
+    return [f"#define QUANT_LEVELS 0x{levels:08X}u", *_table("quant_selectors", selectors)]
+
+
+def _table(name: str, table: np.ndarray) -> list[str]:
+    words = [f"0x{word:08X}u" for word in table]
     rows = [", ".join(words[first : first + 8]) + "," for first in range(0, len(words), 8)]
-    return [f"DEVICE_TABLE u32 quant_grid[{len(words)}] = {{", *rows, "};"]
+    return [f"DEVICE_TABLE u32 {name}[{len(words)}] = {{", *rows, "};"]
 
 
-_GENERATED = {"generated/quant_grid.cuh": _quant_grid}
+_GENERATED = {"generated/quant_grid.cuh": _quant_grid, "generated/quant_selectors.cuh": _quant_selectors}
 
 
 def _expand(path: Path, including: tuple[Path, ...], defines: Mapping[str, int]) -> list[str]:

@@ -140,7 +140,8 @@ def mul_mat_id(
 
     Numerics: sums in float32. Kernels round the decoded weights to float16; those for many tokens round x too. Few
         tokens on NVIDIA: x is rounded to the 65,278th part of the largest of each 256 (`mul_mat_id_s8`), and a pair's
-        result is the same in every bit whatever other pairs there are, as long as they are few.
+        result is the same in every bit whatever other pairs there are, as long as they are few; of some formats as
+        long as they are fewer than 32, or not.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

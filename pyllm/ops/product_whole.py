@@ -12,22 +12,42 @@ from pyllm.weight import Weight
 
 WHOLE_TOKENS = 8
 WHOLE_TYPES = frozenset(
-    QuantType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+    QuantType[name]
+    for name in (
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+    )
 )
 MULTIPROCESSORS = 132  # of a large GPU: so many blocks share the rows of a product
 ENOUGH_BYTES = 2 << 20  # of weights; and, beyond two tokens, rows for each:
 ENOUGH_ROWS = 1536  # with fewer, what every block spends on bringing x costs more than is gained
+ENOUGH_WEIGHTS = 12 << 20  # of formats that were not timed with fewer, which are not _TIMED_SMALL
+THREADS = 512  # of a block, at most
 STAGES = 2  # units on their way to a warp
-STATIC_BYTES = 1 << 10  # what the kernel itself declares, at most
+STATIC_BYTES = 1 << 10  # what the kernel itself declares, at most, but for a codebook
 STATIC_BYTES_OF_EXPERTS = 10 << 10
 
 MAX_PAIRS = 1024  # (token, slot) pairs of one launch of `mul_mat_id_s8`
 MAX_GROUPS = 32  # that a block works on at a time, and their pairs
+ENOUGH_PAIRS = 32  # with fewer, each pair reads rows for itself where formats are _CHEAP to decode
 CHUNKS = 4  # of a row of an expert's matrix, at most: sums over one are those of one warp
 
-_FLOAT_MINIMA = (QuantType.Q4_1,)
+_TIMED_SMALL = frozenset(
+    QuantType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+)
+_FLOAT_MINIMA = (QuantType.Q4_1, QuantType.Q5_1)
 _WHOLE_MINIMA = (QuantType.Q4_K, QuantType.Q5_K)
+_CHEAP = frozenset(QuantType[name] for name in ("Q5_0", "Q5_1", "Q2_K", "TQ2_0", "MXFP4", "NVFP4"))
 _PAIRS = (QuantType.Q4_K, QuantType.Q5_K)  # read as pairs of words
+_TABLES = {  # words of a codebook in shared memory
+    QuantType.IQ2_XXS: 256,
+    QuantType.IQ2_XS: 512,
+    QuantType.IQ2_S: 1024,
+    QuantType.IQ3_XXS: 256,
+    QuantType.IQ3_S: 512,
+    QuantType.IQ1_S: 2048,
+    QuantType.IQ1_M: 2048,
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +85,12 @@ class Whole:
         block, k = FORMATS[weight.qtype], weight.shape[-1]
         host = target.vendor == "host"
         rows = 16 * results * matrices
-        enough_rows = num_tokens <= 2 or rows >= ENOUGH_ROWS * num_tokens
-        if not host and (rows * weight.row_bytes < ENOUGH_BYTES or not enough_rows):
+        enough = rows * weight.row_bytes >= ENOUGH_BYTES and (num_tokens <= 2 or rows >= ENOUGH_ROWS * num_tokens)
+        if not host and not (enough and (weight.qtype in _TIMED_SMALL or rows * k >= ENOUGH_WEIGHTS)):
             return None
         blocks = min(results, 3 if host else MULTIPROCESSORS)
         tiles = -(-results // blocks) * matrices
-        largest = 128 if host else 512
+        largest = 128 if host else THREADS
         unit_k = block.block_size
         while unit_k < 256 and k % (2 * unit_k) == 0 and tiles * k >= 2 * unit_k * largest // target.warp_size:
             unit_k *= 2
@@ -80,7 +100,7 @@ class Whole:
         limit = 64 if host else SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB)
         for threads in (largest, largest // 2):
             whole = cls(weight.qtype, tokens, blocks, threads, tiles, unit_k, unit_bytes, aligned)
-            if whole.shared_bytes(target, num_tokens, k) + STATIC_BYTES <= limit << 10:
+            if whole.shared_bytes(target, num_tokens, k) + static_bytes(weight.qtype) <= limit << 10:
                 return whole
         return None
 
@@ -141,6 +161,8 @@ class WholeExperts:
             return None
         if num_pairs > MAX_PAIRS or num_experts > MAX_EXPERTS:
             return None
+        if num_pairs < ENOUGH_PAIRS and weight.qtype in _CHEAP and target.vendor != "host":
+            return None
         block, host = FORMATS[weight.qtype], target.vendor == "host"
         unit_k = block.block_size
         while unit_k < 256 and k % (2 * unit_k) == 0:
@@ -156,7 +178,7 @@ class WholeExperts:
             one = cls(
                 weight.qtype, tokens, small, threads, gate, unit_k, unit_bytes, aligned, chunk, chunks, capacity=0
             )
-            room = limit - STATIC_BYTES_OF_EXPERTS - one.shared_bytes(target, k)
+            room = limit - static_bytes_of_experts(weight.qtype) - one.shared_bytes(target, k)
             capacity = min(room // _activation_bytes(weight.qtype, unit_k, 1, k), max(num_pairs, tokens), MAX_GROUPS)
             if capacity >= tokens:
                 return replace(one, capacity=capacity)
@@ -183,6 +205,16 @@ class WholeExperts:
         stages = warps * _stage_bytes(self.qtype, self.unit_bytes, self.aligned)
         sums = warps * (self.chunks + 2 * self.gate) * self.tokens * 64
         return stages + _activation_bytes(self.qtype, self.unit_k, self.capacity, k) + sums
+
+
+def static_bytes(qtype: QuantType) -> int:
+    """Static shared memory of `mul_mat_thin_s8`, at most."""
+    return STATIC_BYTES + 4 * _TABLES.get(qtype, 0)
+
+
+def static_bytes_of_experts(qtype: QuantType) -> int:
+    """Static shared memory of `mul_mat_id_s8`, at most."""
+    return STATIC_BYTES_OF_EXPERTS + 4 * _TABLES.get(qtype, 0)
 
 
 def _stage_bytes(qtype: QuantType, unit_bytes: int, aligned: bool) -> int:

@@ -29,6 +29,8 @@
 //   h2_pack_saturated(low, high)     the same; too large becomes the largest f16
 //   and_or(x, mask, bits)            (x & mask) | bits
 //   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
+//   bytes_at(a, b, selector)         the same for any selector whose four lowest nibbles are below eight, whatever the others
+//   bytes_of_signs(word)             each byte 0xFF where its uppermost bit is set, else 0
 //   bytes_of_table(index, table)     byte j is byte index_j of 16 table bytes; each byte of index is 0 to 15
 //   nibbles_of_table(word, table, low, high)   the same for the low nibbles of the four bytes of a word, and for the high ones
 //   fast_exp, fast_exp2              a few ulp; exp(-inf) is 0
@@ -168,6 +170,10 @@ DEVICE float warp_sum(float value) {
 }
 
 #if !defined(PYLLM_CUDA)  // which has instructions for these
+DEVICE u32 bytes_at(u32 a, u32 b, u32 selector) { return byte_perm(a, b, selector & 0xFFFFu); }
+
+DEVICE u32 bytes_of_signs(u32 word) { return (word >> 7 & 0x01010101u) * 255; }
+
 DEVICE void nibbles_of_table(u32 word, const u32 (&table)[4], u32& low, u32& high) {
     low = bytes_of_table(word & 0x0F0F0F0Fu, table);
     high = bytes_of_table(word >> 4 & 0x0F0F0F0Fu, table);

@@ -112,10 +112,16 @@ DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {
     return __byte_perm(low, high, 0x3210 | (packed & 0x8888) >> 1);
 }
 
-// __byte_perm for selectors whose upper bits do not matter and whose nibbles are below eight, without masking them.
-DEVICE u32 permuted(u32 a, u32 b, u32 selector) {
+// Without masking the selector, which __byte_perm would do.
+DEVICE u32 bytes_at(u32 a, u32 b, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+}
+
+DEVICE u32 bytes_of_signs(u32 word) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %1, 0xBA98;" : "=r"(bytes) : "r"(word));
     return bytes;
 }
 
@@ -126,9 +132,9 @@ DEVICE void nibbles_of_table(u32 word, const u32 (&table)[4], u32& low, u32& hig
     u32 found[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const u32 lower = permuted(table[0], table[1], places >> 16 * i);
-        const u32 upper = permuted(table[2], table[3], places >> 16 * i);
-        found[i] = permuted(lower, upper, halves >> 16 * i);
+        const u32 lower = bytes_at(table[0], table[1], places >> 16 * i);
+        const u32 upper = bytes_at(table[2], table[3], places >> 16 * i);
+        found[i] = bytes_at(lower, upper, halves >> 16 * i);
     }
     low = __byte_perm(found[0], found[1], 0x6420);
     high = __byte_perm(found[0], found[1], 0x7531);

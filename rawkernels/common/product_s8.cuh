@@ -1,8 +1,8 @@
 // product_s8: what products of whole numbers share: activations as signed bytes in shared memory, packed rows on their way,
 // and the products of a unit of k of 16 rows
 //
-// Defines   QTYPE, ALIGNED as in quants/whole.cuh; TOKENS 4 or 8: columns of a product; X_F16, NORM, THREADS, UNIT_K,
-//           UNIT_BYTES, STAGES: see mul_mat_thin_s8.cu
+// Defines   QTYPE, ALIGNED as in quants/whole.cuh; TOKENS 4 or 8: columns of a product; X_F16, NORM, THREADS,
+//           UNIT_K, UNIT_BYTES, STAGES: see mul_mat_thin_s8.cu
 #pragma once
 #include "common/tile_s8.cuh"
 #include "quants/whole.cuh"
@@ -14,12 +14,27 @@
 // meet no bank conflicts, of words or of pairs of them.
 #define STEP (UNIT_BYTES & -UNIT_BYTES)
 #define PIECES ((UNIT_BYTES + (ALIGNED ? 0 : 16 - STEP) + 15) / 16)
-#define PITCH (WHOLE_ORDER ? ((PIECES + 1) / 2 | 1) * 32 : (PIECES | 1) * 16)
+#define PITCH (WHOLE_PAIRS ? ((PIECES + 1) / 2 | 1) * 32 : (PIECES | 1) * 16)
 #define COPIES ((16 * PIECES + WARP_SIZE - 1) / WARP_SIZE)
 #define UNIT_STAGE (16 * PITCH)
 #define GROUP (UNIT_K / 8)    // lanes that bring a unit of x
 #define BATCH (TOKENS > 4 ? 4 : 2)
 #define MINIMA_BYTES (WHOLE_MINIMA ? WHOLE_SCALES ? 32 : 4 * SLABS : 0)  // of a token's unit
+
+// The codebook, where the format has one, in static shared memory; all threads call this, a barrier comes behind it.
+#if WHOLE_TABLE
+#define WHOLE_TABLE_SHARED(name) SHARED u32 name[WHOLE_TABLE]
+DEVICE void bring_table(u32* table) {
+#pragma unroll
+    for (int i = 0; i < WHOLE_TABLE; i += THREADS) {
+        const int place = i + static_cast<int>(threadIdx.x);
+        if (place < WHOLE_TABLE) table[place] = WHOLE_SOURCE[place];
+    }
+}
+#else
+#define WHOLE_TABLE_SHARED(name) u32* const name = nullptr
+DEVICE void bring_table(u32*) {}
+#endif
 
 #if X_F16
 typedef f16 x_t;
@@ -62,7 +77,7 @@ DEVICE void values_of_run(const Run& run, float (&v)[8]) {
 
 // x as whole numbers, in shared memory.
 struct Activations {
-    u8* bytes;       // [T][K / 32][high, low][32] and 64 bytes
+    u8* bytes;       // [T][K / 32][high, low][32] and 64 bytes, in the order of quants/whole.cuh
     float* scale;    // [T][units]
     float* squares;  // NORM: [T][groups], of the runs that a warp brings at a time
     float* factor;   // NORM: [T], 1 / sqrt(mean x^2 + eps)
@@ -81,13 +96,16 @@ DEVICE void put_run(u8* slab, i32 run, const u32 (&q)[8]) {
     // In the order in which a lane takes them: one of eight bytes, or of four and four.
     const i32 first = WHOLE_ORDER ? 8 * run : run % 2 * 16 + run / 2 * 4;
     const i32 second = first + (WHOLE_ORDER ? 4 : 8);
-    u32 upper[8];
+    u32 low[8], upper[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) upper[j] = q[j] + 128;  // the lower byte counts from -128
+    for (int j = 0; j < 8; j++) {
+        low[j] = q[WHOLE_ORDER == 2 ? j / 2 + j % 2 * 4 : j];
+        upper[j] = low[j] + 128;  // the lower byte counts from -128
+    }
     *reinterpret_cast<u32*>(slab + first) = bytes_of(upper, 0x0051, 0x5410);
     *reinterpret_cast<u32*>(slab + second) = bytes_of(upper + 4, 0x0051, 0x5410);
-    *reinterpret_cast<u32*>(slab + 32 + first) = bytes_of(q, 0x0040, 0x5410);
-    *reinterpret_cast<u32*>(slab + 32 + second) = bytes_of(q + 4, 0x0040, 0x5410);
+    *reinterpret_cast<u32*>(slab + 32 + first) = bytes_of(low, 0x0040, 0x5410);
+    *reinterpret_cast<u32*>(slab + 32 + second) = bytes_of(low + 4, 0x0040, 0x5410);
 }
 
 // What the minima of one slab are multiplied with: the sum of its whole numbers.
@@ -152,7 +170,8 @@ DEVICE void put_group(const Activations& target, const Run& run, const float* RE
     }
     if (!exists) return;
     const i32 place = token * (K / UNIT_K) + index / GROUP;
-    put_run(target.bytes + token * token_pitch(K) + index / 4 * 64, index % 4, q);
+    const i32 slab = WHOLE_QUARTERS ? index / 32 * 8 + index % 8 : index / 4;
+    put_run(target.bytes + token * token_pitch(K) + slab * 64, WHOLE_QUARTERS ? index / 8 % 4 : index % 4, q);
     if (index % GROUP == 0) target.scale[place] = range * (1.0f / 32639.0f);
     if (WHOLE_MINIMA && index % 4 == 0) put_sum(target.minima + place * MINIMA_BYTES, index / 4 % SLABS, sum);
 }
@@ -243,58 +262,65 @@ struct Columns {
     const float* scale[COLUMNS];
 };
 
-// Which sums are fused is said, so that variants round alike.
-//
-// The products of a unit: 16 rows and the tokens of this lane's results, rows g and g + 8, in the first USED columns.
-template <int USED = COLUMNS>
-DEVICE void multiply(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], const Columns& columns, i32 unit) {
-    const i32 part = LANE() % 4;
-    const WholeRow rows[2] = {whole_row(packed[0], part), whole_row(packed[1], part)};
-#if WHOLE_SCALES
-    const WholeHead heads[2] = {whole_head(packed[0]), whole_head(packed[1])};
-    i32 high[USED][2] = {}, low[USED][2] = {};
+// Eight activations of a column.
+DEVICE void load_column(u32 (&b)[2], const Columns& columns, int n, i32 slab) {
+    const u64 x = *reinterpret_cast<const u64*>(columns.bytes[n] + slab * 64);
+    b[0] = static_cast<u32>(x), b[1] = static_cast<u32>(x >> 32);
+}
+
+// Of two rows, as the instruction wants them.
+DEVICE void load_codes(u32 (&a)[4], WholeRow (&rows)[2], int slab) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 codes[2];
+        whole_codes(rows[i], slab, codes);
+        a[i] = codes[0], a[2 + i] = codes[1];
+    }
+}
+
+#if WHOLE_HALVES
+// The products of one half of a slab.
+DEVICE void multiply_half(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2], int half) {
+#if WHOLE_HALVES == 1
+    const u32 a_half[2] = {a[2 * half], a[2 * half + 1]};
+    mma_m16n8k16_s8(c, a_half, b[half]);
 #else
-    float scaled[USED][2] = {};
+    const u32 mask = LANE() % 4 / 2 == half ? 0xFFFFFFFFu : 0;
+    const u32 b_half[2] = {b[0] & mask, b[1] & mask};
+    mma_m16n8k32_s8(c, a, b_half);
 #endif
+}
+#else
+DEVICE void multiply_half(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2], int) { mma_m16n8k32_s8(c, a, b); }
+#endif
+constexpr int HALVES = WHOLE_HALVES ? 2 : 1;
+
+#if WHOLE_SCALES == 0
+template <int USED>
+DEVICE void multiply_floats(float (&sum)[COLUMNS][2], WholeRow (&rows)[2], const Columns& columns, i32 unit) {
+    float scaled[USED][2] = {};
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
-        u32 codes[2][2];
-        whole_codes(rows[0], slab, codes[0]);
-        whole_codes(rows[1], slab, codes[1]);
-        const u32 a[4] = {codes[0][0], codes[1][0], codes[0][1], codes[1][1]};
-#if !WHOLE_SCALES
-        const WholeScale scales[2] = {whole_scale(rows[0], slab), whole_scale(rows[1], slab)};
-#endif
+        u32 a[4];
+        load_codes(a, rows, slab);
+        WholeScale scales[2][HALVES];
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES; i++) scales[i % 2][i / 2] = whole_scale(rows[i % 2], slab, i / 2);
 #pragma unroll
         for (int n = 0; n < USED; n++) {
-            const u64 x = *reinterpret_cast<const u64*>(columns.bytes[n] + (unit * SLABS + slab) * 64);
-            const u32 b[2] = {static_cast<u32>(x), static_cast<u32>(x >> 32)};
-#if WHOLE_HALVES
+            u32 b[2];
+            load_column(b, columns, n, unit * SLABS + slab);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < HALVES; half++) {
                 i32 c[4] = {0, 0, 0, 0};
-                const u32 a_half[2] = {a[2 * half], a[2 * half + 1]};
-                mma_m16n8k16_s8(c, a_half, b[half]);
-#else
-            {
-                constexpr int half = 0;
-                i32 c[4] = {0, 0, 0, 0};
-                mma_m16n8k32_s8(c, a, b);
-#endif
+                multiply_half(c, a, b, half);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-#if WHOLE_SCALES
-                    const i32 scale = whole_scale(heads[i], slab, half);
-                    high[n][i] += scale * c[2 * i];
-                    low[n][i] += scale * c[2 * i + 1];
-#else
-                    (void)half;
                     const float whole = static_cast<float>(256 * c[2 * i] + c[2 * i + 1]);
-                    scaled[n][i] = fmaf(scales[i].d, whole, scaled[n][i]);
+                    scaled[n][i] = fmaf(scales[i][half].d, whole, scaled[n][i]);
 #if WHOLE_MINIMA
                     const float total = reinterpret_cast<const float*>(columns.minima[n])[unit * SLABS + slab];
-                    scaled[n][i] = fmaf(-scales[i].minimum, total, scaled[n][i]);
-#endif
+                    scaled[n][i] = fmaf(-scales[i][half].minimum, total, scaled[n][i]);
 #endif
                 }
             }
@@ -302,7 +328,42 @@ DEVICE void multiply(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], con
     }
 #pragma unroll
     for (int n = 0; n < USED; n++) {
-#if WHOLE_SCALES
+        const float factor = columns.scale[n][unit];
+#pragma unroll
+        for (int i = 0; i < 2; i++) sum[n][i] = fmaf(factor, scaled[n][i], sum[n][i]);
+    }
+}
+#endif
+
+#if WHOLE_SCALES == 1
+template <int USED>
+DEVICE void multiply_whole(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], WholeRow (&rows)[2],
+                           const Columns& columns, i32 unit) {
+    const WholeHead heads[2] = {whole_head(packed[0]), whole_head(packed[1])};
+    i32 high[USED][2] = {}, low[USED][2] = {};
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        u32 a[4];
+        load_codes(a, rows, slab);
+#pragma unroll
+        for (int n = 0; n < USED; n++) {
+            u32 b[2];
+            load_column(b, columns, n, unit * SLABS + slab);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                i32 c[4] = {0, 0, 0, 0};
+                multiply_half(c, a, b, half);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const i32 scale = whole_scale(heads[i], slab, half);
+                    high[n][i] += scale * c[2 * i];
+                    low[n][i] += scale * c[2 * i + 1];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < USED; n++) {
         float scaled[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -311,6 +372,7 @@ DEVICE void multiply(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], con
         }
 #if WHOLE_MINIMA
         // k counts the slabs here.
+        const i32 part = LANE() % 4;
         const u32* const words = reinterpret_cast<const u32*>(columns.minima[n] + unit * MINIMA_BYTES);
         const u32 minima[2] = {part < 2 ? whole_minima(heads[0], part) : 0, part < 2 ? whole_minima(heads[1], part) : 0};
         i32 upper[4] = {0, 0, 0, 0}, lower[4] = {0, 0, 0, 0};
@@ -325,10 +387,57 @@ DEVICE void multiply(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], con
         const float factor = columns.scale[n][unit];
         sum[n][0] = fmaf(factor, scaled[0], sum[n][0]);
         sum[n][1] = fmaf(factor, scaled[1], sum[n][1]);
-#else
-        const float factor = columns.scale[n][unit];
-        sum[n][0] = fmaf(factor, scaled[n][0], sum[n][0]);
-        sum[n][1] = fmaf(factor, scaled[n][1], sum[n][1]);
-#endif
     }
+}
+#endif
+
+#if WHOLE_SCALES == 2
+template <int USED>
+DEVICE void multiply_scaled(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], WholeRow (&rows)[2],
+                            const Columns& columns, i32 unit) {
+    i32 first[USED][4] = {}, second[USED][4] = {};
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        u32 a[4];
+        load_codes(a, rows, slab);
+        const u32 seconds[2] = {whole_second(rows[0], slab), whole_second(rows[1], slab)};
+        const u32 a_second[4] = {seconds[0], seconds[1], seconds[0], seconds[1]};
+#pragma unroll
+        for (int n = 0; n < USED; n++) {
+            u32 b[2];
+            load_column(b, columns, n, unit * SLABS + slab);
+            mma_m16n8k32_s8(first[n], a, b);
+            mma_m16n8k32_s8(second[n], a_second, b);
+        }
+    }
+    const WholeHead heads[2] = {whole_head(packed[0]), whole_head(packed[1])};
+#pragma unroll
+    for (int n = 0; n < USED; n++) {
+        const float factor = columns.scale[n][unit];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float whole = static_cast<float>(256 * first[n][2 * i] + first[n][2 * i + 1]);
+            const float of_second = static_cast<float>(256 * second[n][2 * i] + second[n][2 * i + 1]);
+            const float scaled = fmaf(whole_second_d(heads[i]), of_second, mul_rn(whole_d(heads[i]), whole));
+            sum[n][i] = fmaf(factor, scaled, sum[n][i]);
+        }
+    }
+}
+#endif
+
+// Which sums are fused is said, so that variants round alike.
+//
+// The products of a unit: 16 rows and the tokens of this lane's results, rows g and g + 8, in the first USED columns.
+template <int USED = COLUMNS>
+DEVICE void multiply(float (&sum)[COLUMNS][2], const u8* const (&packed)[2], const Columns& columns, i32 unit,
+                     const u32* table) {
+    const i32 part = LANE() % 4;
+    WholeRow rows[2] = {whole_row(packed[0], part, table), whole_row(packed[1], part, table)};
+#if WHOLE_SCALES == 2
+    multiply_scaled<USED>(sum, packed, rows, columns, unit);
+#elif WHOLE_SCALES == 1
+    multiply_whole<USED>(sum, packed, rows, columns, unit);
+#else
+    multiply_floats<USED>(sum, rows, columns, unit);
+#endif
 }

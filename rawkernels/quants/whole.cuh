@@ -1,43 +1,56 @@
 // whole: packed weights as signed bytes, for products of whole numbers. Of 32 weights of a row a lane takes eight.
 //
 // Row of a lane: where a unit of a row lies, in shared memory, and what of it is this lane's; a unit begins at a multiple of
-// two bytes, or of 16 where ALIGNED.
+// what its format's blocks are aligned to, or of 16 where ALIGNED.
 //
-//   WholeRow whole_row(unit, part)              part 0..3 of the weights
-//   void whole_codes(row, slab, codes)          those of weights 32 slab to 32 slab + 31 that are of the part
-//   WHOLE_ORDER 0: weights 4 part to + 3 in the first word, 16 + 4 part to + 3 in the second; 1: 8 part to + 7
+//   WholeRow whole_row(unit, part, table)       part 0..3 of the weights
+//   void whole_codes(row, slab, codes)          those of weights 32 slab to 32 slab + 31 that are of the part; slabs in turn
+//   WHOLE_ORDER 0: weights 4 part to + 3 in the first word, 16 + 4 part to + 3 in the second; 1: 8 part to + 7; 2: the same
+//   in the order 0, 4, 1, 5, 2, 6, 3, 7
+//   WHOLE_QUARTERS: a part is a quarter of 256 weights: `slab` has weights 64 part + 8 slab to + 7
 //
-// w = d code, or w = d code - minimum. Scales of a format are either whole numbers times one d (WHOLE_SCALES 1: blocks are
-// units of 256 weights, and products may be added up as whole numbers), or floats, one for 32 weights (WHOLE_SCALES 0):
+// w = d code, or w = d code - minimum. WHOLE_SCALES says how a format's scales are used:
 //
-//   WholeHead whole_head(unit); float whole_d(head)
-//   i32 whole_scale(head, slab, half)           WHOLE_SCALES 1; two halves of 16 where WHOLE_HALVES
-//   u32 whole_minima(head, word); float whole_dmin(head)   WHOLE_MINIMA and WHOLE_SCALES: whole numbers, four to a word
-//   WholeScale whole_scale(row, slab)           WHOLE_SCALES 0: d, and with WHOLE_MINIMA the minimum
+//   0: floats, one for 32 weights; two halves of 16 where WHOLE_HALVES
+//      WholeScale whole_scale(row, slab, half)  d, and with WHOLE_MINIMA the minimum
+//   1: whole numbers times one d for units of 256 weights, so that products are added up as whole numbers
+//      WholeHead whole_head(unit); float whole_d(head)
+//      i32 whole_scale(head, slab, half)        two halves of 16 where WHOLE_HALVES: 1, the first and the second word of a
+//                                               lane; 2, the words of parts 0 and 1 and those of parts 2 and 3
+//      u32 whole_minima(head, word); float whole_dmin(head)   WHOLE_MINIMA: whole numbers, four to a word
+//   2: codes have their scales in them already, so that products of 256 weights are sums of instructions. What is added to all
+//      weights of a lane is a second code for all of them: w = d code + d2 code2
+//      WholeHead whole_head(unit); float whole_d(head), whole_second_d(head)
+//      u32 whole_second(row, slab)              code2 four times; after whole_codes of the slab
 //
-// Defines   QTYPE 2, 3, 8, 12, 13, 14, 20 or 23; ALIGNED
+// A format whose weights are entries of a codebook, WHOLE_TABLE words, wants them in shared memory, as `table`; WHOLE_SOURCE
+// has them.
+//
+// Defines   QTYPE any block format but those of floats; ALIGNED; UNIT_BYTES of a unit, for MXFP4
 #pragma once
 #include "quants/levels.cuh"
 
-#if QTYPE == 12 || QTYPE == 13
-#define WHOLE_ORDER 1
-#define WHOLE_SCALES 1
-#define WHOLE_MINIMA 1
-#elif QTYPE == 14 || QTYPE == 23
-#define WHOLE_ORDER 0
-#define WHOLE_SCALES 1
-#define WHOLE_MINIMA 0
-#elif QTYPE == 3
-#define WHOLE_ORDER 0
-#define WHOLE_SCALES 0
-#define WHOLE_MINIMA 1
-#else
-#define WHOLE_ORDER 0
-#define WHOLE_SCALES 0
-#define WHOLE_MINIMA 0
-#endif
-#define WHOLE_HALVES (QTYPE == 14)
-#define WHOLE_BLOCK_BYTES (QTYPE == 8 ? 34 : 18)  // of formats with blocks of 32 at multiples of two bytes
+#define WHOLE_IQ1 (QTYPE == 19 || QTYPE == 29)
+#define WHOLE_IQ2 (QTYPE == 16 || QTYPE == 17 || QTYPE == 22)
+#define WHOLE_IQ3 (QTYPE == 18 || QTYPE == 21)
+#define WHOLE_IQ4 (QTYPE == 20 || QTYPE == 23)
+#define WHOLE_FP4 (QTYPE == 39 || QTYPE == 40)
+#define WHOLE_TERNARY (QTYPE == 34 || QTYPE == 35)
+#define WHOLE_PAIRS (QTYPE == 12 || QTYPE == 13)  // reads pairs of words
+
+#define WHOLE_ORDER (WHOLE_IQ1 || WHOLE_IQ2 ? 2 : WHOLE_IQ3 || WHOLE_PAIRS || QTYPE == 10 ? 1 : 0)
+#define WHOLE_QUARTERS WHOLE_IQ1
+#define WHOLE_SCALES                               \
+    (WHOLE_IQ1 || WHOLE_TERNARY || QTYPE == 10 ? 2 \
+     : WHOLE_IQ2 || WHOLE_IQ3 || WHOLE_PAIRS || QTYPE == 11 || QTYPE == 14 || QTYPE == 23 ? 1 : 0)
+#define WHOLE_MINIMA (QTYPE == 3 || QTYPE == 7 || WHOLE_PAIRS)
+#define WHOLE_HALVES (QTYPE == 11 || QTYPE == 14 || QTYPE == 40 ? 1 : QTYPE == 17 || QTYPE == 22 ? 2 : 0)
+#define WHOLE_TABLE (WHOLE_IQ1 ? 2048 : QTYPE == 22 ? 1024 : QTYPE == 17 || QTYPE == 21 ? 512 : QTYPE == 16 || QTYPE == 18 ? 256 : 0)
+#define WHOLE_LEVELS (WHOLE_IQ2 || WHOLE_IQ4 || WHOLE_FP4)  // constants to choose codes from
+#define WHOLE_ODD (QTYPE == 39 && UNIT_BYTES % 2)           // units may begin at odd addresses
+#define WHOLE_BLOCK_BYTES (QTYPE == 8 ? 34 : 18)            // of formats with blocks of 32 at multiples of two bytes
+// Bytes from one part to the next of what a lane reads most.
+#define WHOLE_STEP (QTYPE == 16 || QTYPE == 22 ? 1 : QTYPE == 17 || WHOLE_IQ3 ? 2 : WHOLE_ORDER ? 8 : 4)
 
 // Four bytes at a multiple of two are a piece of two words. `even` serves offsets that are multiples of four, `odd` the
 // others.
@@ -61,22 +74,25 @@ struct WholeRow {
     const u8* unit;
     const u8* lane;  // the unit's bytes that begin with this lane's
     WholeWords even, odd;
-#if QTYPE == 20 || QTYPE == 23
+    int part;
+    const u32* table;
+#if WHOLE_LEVELS
     u32 zero;  // which the compiler does not know: it would bring constants of a table anew for each use
+#endif
+#if QTYPE == 34
+    u32 rest[2][2];  // of what digits have been taken
 #endif
 };
 
-DEVICE WholeRow whole_row(const u8* unit, int part) {
-    const u8* const lane = unit + (WHOLE_ORDER ? 8 : 4) * part;
-    return {
-        unit,
-        lane,
-        words_at(lane, ALIGNED, 0),
-        words_at(lane, ALIGNED, 2),
-#if QTYPE == 20 || QTYPE == 23
-        static_cast<u32>(reinterpret_cast<u64>(unit)) & 1,
+DEVICE WholeRow whole_row(const u8* unit, int part, const u32* table = nullptr) {
+    const u8* const lane = unit + WHOLE_STEP * part;
+    WholeRow row;
+    row.unit = unit, row.lane = lane, row.part = part, row.table = table;
+    row.even = words_at(lane, ALIGNED, 0), row.odd = words_at(lane, ALIGNED, 2);
+#if WHOLE_LEVELS
+    row.zero = WHOLE_ODD ? 0 : static_cast<u32>(reinterpret_cast<u64>(unit)) & 1;
 #endif
-    };
+    return row;
 }
 
 // Four bytes at a constant, even offset from the lane's first.
@@ -191,7 +207,8 @@ DEVICE i32 whole_scale(const WholeHead& head, int slab, int half) {
 
 #elif QTYPE == 3
 
-DEVICE WholeScale whole_scale(const WholeRow& row, int slab) {
+DEVICE WholeScale whole_scale(const WholeRow& row, int slab, int half) {
+    (void)half;
     const u32 scales = *reinterpret_cast<const u32*>(row.unit + 20 * slab);
     return {low_half(scales), -high_half(scales)};
 }
@@ -204,7 +221,8 @@ DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) {
 
 #elif QTYPE == 8
 
-DEVICE WholeScale whole_scale(const WholeRow& row, int slab) {
+DEVICE WholeScale whole_scale(const WholeRow& row, int slab, int half) {
+    (void)half;
     return {f16_bits_to_f32(*reinterpret_cast<const u16*>(row.unit + 34 * slab)), 0};
 }
 
@@ -216,7 +234,8 @@ DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) {
 #elif QTYPE == 2
 
 // Codes are 16 times the weight's: a nibble at the upper end of a byte, its first bit flipped, is 16 (n - 8).
-DEVICE WholeScale whole_scale(const WholeRow& row, int slab) {
+DEVICE WholeScale whole_scale(const WholeRow& row, int slab, int half) {
+    (void)half;
     return {f16_bits_to_f32(*reinterpret_cast<const u16*>(row.unit + 18 * slab)) * 0.0625f, 0};
 }
 
@@ -228,15 +247,28 @@ DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) {
 
 #elif QTYPE == 20
 
-DEVICE WholeScale whole_scale(const WholeRow& row, int slab) {
+DEVICE WholeScale whole_scale(const WholeRow& row, int slab, int half) {
+    (void)half;
     return {f16_bits_to_f32(*reinterpret_cast<const u16*>(row.unit + 18 * slab)), 0};
 }
 
+#elif QTYPE == 6 || QTYPE == 7
+#include "quants/whole_q5.cuh"
+#elif QTYPE == 10 || QTYPE == 11
+#include "quants/whole_k.cuh"
+#elif WHOLE_IQ2 || WHOLE_IQ3
+#include "quants/whole_grid.cuh"
+#elif WHOLE_IQ1
+#include "quants/whole_iq1.cuh"
+#elif WHOLE_TERNARY
+#include "quants/whole_ternary.cuh"
+#elif WHOLE_FP4
+#include "quants/whole_fp4.cuh"
 #else
 #error "QTYPE names a block format without whole numbers"
 #endif
 
-#if QTYPE == 20 || QTYPE == 23
+#if WHOLE_IQ4
 // Levels, counted from -128, with FLIP.
 template <u32 FLIP>
 DEVICE void whole_levels(const WholeRow& row, int slab, u32 (&codes)[2]) {
@@ -258,7 +290,7 @@ DEVICE void whole_codes(const WholeRow& row, int slab, u32 (&codes)[2]) { whole_
 
 // Codes with their signs flipped.
 DEVICE void whole_flipped(const WholeRow& row, int slab, u32 (&codes)[2]) {
-#if QTYPE == 20 || QTYPE == 23
+#if WHOLE_IQ4
     whole_levels<0>(row, slab, codes);
 #else
     whole_codes(row, slab, codes);

@@ -15,7 +15,7 @@ from pyllm.kernel_expert_cases import gated_mul_mat_id_case, mul_mat_id_case
 from pyllm.ops.mul_mat_id import few_pairs_launch
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
-from pyllm.ops.product_whole import STATIC_BYTES_OF_EXPERTS, WHOLE_TYPES, WholeExperts
+from pyllm.ops.product_whole import WHOLE_TYPES, WholeExperts, static_bytes_of_experts
 from pyllm.quants import FORMATS, GPU_TYPES, QuantType
 from pyllm.weight import Weight
 
@@ -52,12 +52,20 @@ def check(device: EmulatedDevice, case: Case, repeats: int = 1) -> None:
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17])
-@pytest.mark.parametrize("qtype", sorted(WHOLE_TYPES), ids=lambda qtype: qtype.name)
-def test_block_types(device: EmulatedDevice, qtype: QuantType, num_tokens: int) -> None:
-    """Rows that are no multiple of a tile's; rows of several chunks."""
+def check_type(device: EmulatedDevice, qtype: QuantType, num_tokens: int) -> None:
     k = (5 if FORMATS[qtype].block_size == 256 else 9) * FORMATS[qtype].block_size
     check(device, without_limits(mul_mat_id_case(qtype, num_tokens, 6, 2, 35, k, 0, shared_input=num_tokens == 1)))
+
+
+@pytest.mark.parametrize("qtype", sorted(WHOLE_TYPES), ids=lambda qtype: qtype.name)
+def test_block_types(device: EmulatedDevice, qtype: QuantType) -> None:
+    """Rows that are no multiple of a tile's; rows of several chunks."""
+    check_type(device, qtype, 1)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "NVFP4", "IQ2_S", "IQ1_M"])
+def test_more_tokens(device: EmulatedDevice, name: str) -> None:
+    check_type(device, QuantType[name], 17)
 
 
 @pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0], ids=lambda qtype: qtype.name)
@@ -108,8 +116,8 @@ def test_plans_fit(arch: str) -> None:
                     whole = WholeExperts.of(target, num_tokens, 8 * num_tokens, weight, gate)
                     assert whole is None or qtype in WHOLE_TYPES
                     if whole is not None:
-                        assert whole.shared_bytes(target, k) + STATIC_BYTES_OF_EXPERTS <= limit
+                        assert whole.shared_bytes(target, k) + static_bytes_of_experts(qtype) <= limit
                         assert whole.tokens <= whole.capacity <= 32
                         assert 0 <= whole.chunk * whole.chunks - k // whole.unit_k < whole.chunk
-                    elif arch == "sm_90":
+                    elif arch == "sm_90" and num_tokens > 1:
                         assert qtype not in WHOLE_TYPES or k > 4096
