@@ -73,7 +73,7 @@ class LLM:
         prefix_cache: keep the K/V rows of ended sequences, as long as pages last, for prompts that begin like them;
             `stats["cached_tokens"]` says how many tokens that saved. Of recurrent layers, checkpoints are kept.
         cache_ram: bytes of pinned host memory that what is kept may take; default: an eighth of the machine's memory,
-            at most 4 GiB. Taken when it is needed.
+            at most 4 GiB. Taken when it is needed. Sessions that are saved or loaded take a few pages beside it.
         cache_dir: a folder for conversations, which later processes find again there; it is made private. None: nothing
             is written to disk.
         cache_pages: let pages that have to leave the device go to that memory; default: where the device has memory of
@@ -614,8 +614,8 @@ class LLM:
         dropped_tokens, which had to give way when the context was full, shifted_tokens, those among them behind which
         rows were shifted, and recomputed, why they could not be, or None; bytes_moved between the device and what is
         kept in the host's memory, copies of other requests among them; restored_bytes that were brought back from there
-        for this one. And "memory": of each kind of pinned memory that is in use, its bytes, high_water_bytes and
-        budget_bytes."""
+        for this one. And "memory": of each kind of pinned memory that is in use ("pages", "checkpoints", "sessions"), its
+        bytes, high_water_bytes and budget_bytes."""
         memory = self._kept.memory() if self._kept is not None else {}
         return {**self._stats, "memory": memory} if self._stats else {}
 

@@ -317,7 +317,8 @@ cache_options = _together(
         "--cache-ram",
         metavar="SIZE",
         callback=byte_size,
-        help="Memory of the host for what is kept of ended sequences. [default: 1/8 of it, at most 4G]",
+        help="Memory of the host for what is kept of ended sequences; saving and loading take a few pages more. "
+        "[default: 1/8 of it, at most 4G]",
     ),
     click.option(
         "--cache-dir",

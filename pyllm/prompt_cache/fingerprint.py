@@ -30,9 +30,10 @@ _WORDS = {
     "architecture": "architecture",
     "name": "model",
     "types": "quantisation",
-    "metadata": "settings (rope, sizes or others) of the model",
+    "rope": "rope settings",
+    "metadata": "settings (sizes or others)",
     "weights": "weights",
-    "tokenizer": "tokeniser",
+    "tokenizer": "tokeniser's settings",
     "kv_type": "type of K/V rows",
     "page_size": "page size",
     "shapes": "shapes of rows and states",
@@ -96,12 +97,14 @@ def fingerprint(
     texts = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     about = ("general.name", "general.url", "general.description", "tokenizer.", "split.")
     settings = {key: value for key, value in metadata.items() if not key.startswith(about)}
+    rope = {key: settings.pop(key) for key in list(settings) if ".rope." in key}
     types = Counter(info.qtype.name for info in gguf.tensors.values())
     shapes = (config.num_kv_heads, config.key_length, config.value_length, config.attention_layers, config.recurrent)
     texts_by_name = {
         "architecture": gguf.architecture,
         "name": str(metadata.get("general.name", ""))[:200],
         "types": " ".join(f"{name}:{count}" for name, count in sorted(types.items())),
+        "rope": _digest(_parts(rope)),
         "metadata": _digest(_parts(settings)),
         "weights": "",
         "tokenizer": _digest(_parts(texts)),

@@ -94,7 +94,7 @@ class KeptPrompts:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
-        owners = {"checkpoints": self._cache.recurrent, "pages": self._tier}
+        owners = {"checkpoints": self._cache.recurrent, "pages": self._tier, "sessions": self.sessions}
         with self._guests, self._lock:  # counting takes back what copies are done with
             return {name: owner.pool.stats() for name, owner in owners.items() if owner is not None}
 

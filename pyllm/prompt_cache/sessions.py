@@ -72,6 +72,9 @@ class Sessions:
         lock, guests: the engine's.
         identity: the engine's fingerprint.
         vocab_size: token ids of files are below that.
+
+    Attributes:
+        pool: pinned memory for pages on their way, `IN_FLIGHT` of them at most; beside the budget of what is kept.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Sessions:
         self._copies = PageCopies(cache)
         self._one_at_a_time = threading.Lock()
         size = self._copies.num_bytes
-        self._blocks = PinnedPool(cache.device, size, IN_FLIGHT * size, "a page", evicts=False)
+        self.pool = PinnedPool(cache.device, size, IN_FLIGHT * size, "a page", evicts=False)
 
     # saving
 
@@ -104,7 +107,7 @@ class Sessions:
         """
         with self._one_at_a_time:
             with self._guests, self._lock:
-                self._blocks.give_all_back()  # of one that was interrupted between taking a block and noting it
+                self.pool.give_all_back()  # of one that was interrupted between taking a block and noting it
                 held = self._index.hold(token_ids)
             try:
                 if not held.length:
@@ -151,7 +154,7 @@ class Sessions:
                 with self._guests, self._lock:
                     for index, block in queued:
                         if held.hosts[index] is None:
-                            self._blocks.give_back(block)
+                            self.pool.give_back(block)
             for saved in held.states:
                 if not saved.own_layers().all():
                     raise UsageError(f"the state at token {saved.position} is not the conversation's own; not saved")
@@ -177,7 +180,7 @@ class Sessions:
         finally:
             if held.hosts[index] is None:
                 with self._guests, self._lock:
-                    self._blocks.give_back(block)
+                    self.pool.give_back(block)
 
     # loading
 
@@ -191,7 +194,7 @@ class Sessions:
         with SessionReader(path) as reader, self._one_at_a_time:
             loading = _Loading()
             with self._guests, self._lock:
-                self._blocks.give_all_back()  # as in `save`
+                self.pool.give_all_back()  # as in `save`
                 self._index.num_guests += 1
             try:
                 self._check(reader)
@@ -268,21 +271,21 @@ class Sessions:
                     if not future.cancelled():
                         future.exception()
                     with self._guests, self._lock:
-                        self._blocks.give_back(block)
+                        self.pool.give_back(block)
 
     def _take_block(self, path: str, use: Callable[[Block], object] = lambda block: None) -> Block:
         """A block for copies, and what is done with it under the same lock. Waits while all blocks are being copied."""
         while True:
             with self._guests, self._lock:
-                block = self._blocks.take()
+                block = self.pool.take()
                 if block is not None:
                     try:
                         use(block)
                     except BaseException:
-                        self._blocks.give_back(block)
+                        self.pool.give_back(block)
                         raise
                     return block
-                retiring = self._blocks.retiring
+                retiring = self.pool.retiring
             if retiring is None:
                 raise PinnedMemoryError(f"{path}: there is no pinned memory for copies; close other programs")
             retiring.wait()
@@ -306,7 +309,7 @@ class Sessions:
                 )
         finally:
             with self._guests, self._lock:
-                self._blocks.give_back(block)
+                self.pool.give_back(block)
 
     def _read_states(self, reader: SessionReader, loading: _Loading) -> None:
         recurrent = self._cache.recurrent

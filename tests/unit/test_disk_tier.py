@@ -255,6 +255,6 @@ def test_a_file_stays_where_memory_cannot_be_pinned(tmp_path: Path, monkeypatch:
     assert before
     with open_engine(model_path("llama-a-f32"), **options) as llm:
         assert llm._kept is not None
-        monkeypatch.setattr(llm._kept.sessions._blocks, "take", lambda: None)
+        monkeypatch.setattr(llm._kept.sessions.pool, "take", lambda: None)
         assert tokens(llm.generate([*prompt, 7], greedy(4))) and llm.stats["cached_tokens"] == 0
         assert set(before) <= set(files(tmp_path))

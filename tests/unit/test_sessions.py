@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pyllm.prompt_cache.folder import session_files
 from pyllm.prompt_cache.page_copies import PageCopies
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from pyllm.prompt_cache.sessions import IN_FLIGHT, Sessions
+from tests import edited_model
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
 
@@ -54,6 +56,22 @@ def saved(name: str, tmp_path: Path) -> tuple[Path, list[int]]:
     return tmp_path / "a.session", prompt + answer
 
 
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A session of a model's file."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def path(model: Path) -> Path:
+        path = folder / model.stem
+        if not path.exists():
+            with open_engine(model, prefix_cache=True, page_size=8) as llm:
+                tokens(llm.generate(IDS[PLAIN][:20], greedy(2)))
+                llm.save_session(path)
+        return path
+
+    return path
+
+
 def same_as_fresh(llm: LLM, name: str, prompt: list[int]) -> None:
     with engine(name, prefix_cache=False) as fresh:
         assert tokens(llm.generate(prompt, greedy(8))) == tokens(fresh.generate(prompt, greedy(8)))
@@ -70,16 +88,52 @@ def test_another_process_computes_new_tokens_only(saved: tuple[Path, list[int]],
         assert llm.stats["evaluated_tokens"] == 4
 
 
-def test_logits_of_restored_rows_are_those_that_were_saved(saved: tuple[Path, list[int]], name: str) -> None:
-    """Bit for bit, where the same pieces of the prompt are computed."""
-    path, ids = saved
-    prompt = [*ids, 9, 8]
-    params = greedy(4)
+def test_rows_that_are_restored_are_those_that_were_saved(name: str, tmp_path: Path) -> None:
+    """Every byte of rows and states, on the device and in a file that is saved again, whatever pages they have now."""
+    ids = IDS[name]
     with engine(name) as llm:
-        llm.load_session(path)
-        restored = list(llm.generate(prompt, params))
-        again = tokens(llm.generate(prompt, params))
-        assert [chunk.token for chunk in restored] == again
+        tokens(llm.generate(ids[:21], greedy(6)))
+        known = llm.save_session(tmp_path / "a").token_ids
+        before = rows_and_states(llm, known)
+    with engine(name) as llm:
+        tokens(llm.generate(ids[40:60], greedy(3)))
+        assert llm.load_session(tmp_path / "a").token_ids == known
+        after = rows_and_states(llm, known)
+        llm.save_session(tmp_path / "b", known)
+    assert before[0] != after[0] and before[1:] == after[1:]
+    assert len(before[1]) > 1000 and bool(before[2]) == (name == HYBRID)
+    assert sections(tmp_path / "a") == sections(tmp_path / "b")
+
+
+def rows_and_states(llm: LLM, ids: list[int]) -> tuple[tuple[int, ...], bytes, list[tuple[int, bytes]]]:
+    """Pages of these tokens, the bytes of their K and V rows, and of their checkpoints by position."""
+    assert llm._kept is not None
+    held = llm._kept.index.hold(ids)
+    assert held.length == len(ids)
+    size = llm._cache.page_size
+    rows = [held.pages[place // size] * size + place % size for place in range(len(ids))]
+    content = b"".join(llm._device.download(array)[:, rows].tobytes() for array in (llm._cache.k, llm._cache.v))
+    llm._kept.index.let_go(held)
+    return held.pages, content, [(saved.position, saved.values.tobytes()) for saved in held.states]
+
+
+def sections(path: Path) -> dict[str, bytes]:
+    """Of a file, apart from what is said about it."""
+    with SessionReader(path) as reader:
+        contents = {name: np.empty(section.num_bytes, np.uint8) for name, section in reader.sections.items()}
+        for name, content in contents.items():
+            reader.read(name, content)
+        return {name: content.tobytes() for name, content in contents.items() if name != "checksums"}
+
+
+def test_pinned_memory_of_copies_is_in_the_stats(saved: tuple[Path, list[int]], name: str) -> None:
+    with engine(name, ctx_size=160) as llm:
+        tokens(llm.generate(IDS[name][:9], greedy(1)))
+        assert llm.stats["memory"]["sessions"]["high_water_bytes"] == 0
+        llm.load_session(saved[0])
+        memory = llm.stats["memory"]["sessions"]
+        page = llm._kept.sessions.pool.block_bytes  # type: ignore[union-attr]
+        assert 0 == memory["bytes"] < memory["high_water_bytes"] <= memory["budget_bytes"] == IN_FLIGHT * page
 
 
 def test_files_are_private_and_leave_nothing_else(saved: tuple[Path, list[int]]) -> None:
@@ -179,18 +233,54 @@ def test_token_ids_that_the_model_does_not_have_are_refused(saved: tuple[Path, l
         assert llm._cache.num_free_pages == llm._cache.num_pages
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
-    with engine(PLAIN) as llm:
-        tokens(llm.generate(IDS[PLAIN][:20], greedy(2)))
-        llm.save_session(tmp_path / "s")
-    for other, words in (
-        (engine(PLAIN, kv_type="f16"), "type of K/V rows: 'f32', not 'f16'"),
-        (engine(PLAIN, page_size=16), "page size: '8', not '16'"),
-        (engine("qwen3-a-bf16"), "architecture: 'llama', not 'qwen3'"),
-        (open_engine(quant_path("llama-q-Q4_0"), prefix_cache=True, page_size=8), "model|quantisation"),
-    ):
-        with other, pytest.raises(SessionError, match=words):
-            other.load_session(tmp_path / "s")
+def other_tokens(path: Path) -> list[str]:
+    with GGUFFile(path) as gguf:
+        texts = list(gguf.metadata["tokenizer.ggml.tokens"])
+    return [*texts[:-1], texts[-1] + "x"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("kv type", "it is of another type of K/V rows: 'f32', not 'f16'"),
+        ("page size", "it is of another page size: '8', not '16'"),
+        ("architecture", "it is of another architecture: 'llama', not 'qwen3'"),
+        ("quantisation", "it is of another quantisation: 'F32:.* Q4_0:.*', not 'F32:.* Q2_K:.*'"),
+        ("model", "it is of another model: 'llama-a', not 'llama-z'"),
+        ("rope", "it is of another model: the rope settings differ"),
+        ("scaling", "it is of another model: the rope settings differ"),
+        ("sizes", r"it is of another model: the settings \(sizes or others\) differ"),
+        ("tokeniser", "it is of another model: the tokeniser's settings differ"),
+    ],
+)
+def test_what_differs_is_named(what: str, words: str, saved_by: Callable[[Path], Path], tmp_path: Path) -> None:
+    """And the engine that refuses goes on with what it has."""
+    source, changed = model_path(PLAIN), tmp_path / "changed.gguf"
+    options: dict[str, Any] = {"kv type": {"kv_type": "f16"}, "page size": {"page_size": 16}}.get(what, {})
+    path = model_path("qwen3-a-bf16") if what == "architecture" else source
+    metadata: dict[str, Any] = {
+        "model": {"general.name": "llama-z"},
+        "rope": {"llama.rope.freq_base": 20_000.0},
+        "scaling": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+        "sizes": {"llama.attention.layer_norm_rms_epsilon": 2e-5},
+        "tokeniser": {"tokenizer.ggml.tokens": other_tokens(source)},
+    }.get(what, {})
+    if metadata:
+        path = edited_model.write(source, changed, metadata)
+    if what == "quantisation":
+        source, path = quant_path("llama-q-Q4_0"), quant_path("llama-q-Q2_K")
+    session = saved_by(source)
+    with open_engine(path, prefix_cache=True, **{"page_size": 8, **options}) as other:
+        assert other._kept is not None
+        prompt = IDS[PLAIN][30:55]
+        answer = tokens(other.generate(prompt, greedy(3)))
+        before = other._cache.num_free_pages, other._kept.index.num_pages
+        with pytest.raises(SessionError, match=words) as raised:
+            other.load_session(session)
+        assert str(raised.value).startswith(f"{session}: ") and "\n" not in str(raised.value)
+        assert (other._cache.num_free_pages, other._kept.index.num_pages) == before
+        assert tokens(other.generate(prompt, greedy(3))) == answer
+        assert other.stats["cached_tokens"] == len(prompt) - 1
 
 
 def test_a_model_with_one_other_weight_is_another(tmp_path: Path) -> None:
