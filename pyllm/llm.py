@@ -614,8 +614,8 @@ class LLM:
         dropped_tokens, which had to give way when the context was full, shifted_tokens, those among them behind which
         rows were shifted, and recomputed, why they could not be, or None; bytes_moved between the device and what is
         kept in the host's memory, copies of other requests among them; restored_bytes that were brought back from there
-        for this one. And "memory": of each kind of pinned memory that is in use ("pages", "checkpoints", "sessions"), its
-        bytes, high_water_bytes and budget_bytes."""
+        for this one. And "memory": of each kind of pinned memory that is in use ("pages", "checkpoints", "sessions")
+        its bytes, high_water_bytes and budget_bytes."""
         memory = self._kept.memory() if self._kept is not None else {}
         return {**self._stats, "memory": memory} if self._stats else {}
 
