@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -124,6 +125,19 @@ def essential(jobs: Iterable[Job]) -> list[Job]:
         values = seen.setdefault((job.target.arch, job.name), set())
         if not job.defines or not set(job.defines.items()) <= values:
             values.update(job.defines.items())
+            kept.append(job)
+    return _in_turn(kept)
+
+
+def _in_turn(jobs: Sequence[Job]) -> list[Job]:
+    """Of AMD's targets, whose compiler is slow, each takes a source's variants in turn, and both its first."""
+    archs = list(dict.fromkeys(job.target.arch for job in jobs if job.target.vendor == "hip"))
+    count: Counter[tuple[str, str]] = Counter()
+    kept = []
+    for job in jobs:
+        index = count[job.target.arch, job.name]
+        count[job.target.arch, job.name] += 1
+        if job.target.vendor != "hip" or not index or archs[index % len(archs)] == job.target.arch:
             kept.append(job)
     return kept
 

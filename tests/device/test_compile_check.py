@@ -183,3 +183,14 @@ def test_essential_jobs_meet_every_value() -> None:
         {"QTYPE": 1},
         {"QTYPE": 12},
     ]
+
+
+def test_targets_of_a_slow_compiler_take_variants_in_turn() -> None:
+    hip = [compile_check.Target("hip", arch, 64, "mfma") for arch in ("gfx1151", "gfx942")]
+    jobs = [
+        compile_check.Job("k", target, {"A": a}, {}) for target in (*hip, compile_check.TARGETS[0]) for a in range(4)
+    ]
+    kept = compile_check.essential(jobs)
+    taken = {arch: [job.defines["A"] for job in kept if job.target.arch == arch] for arch in ("gfx1151", "gfx942")}
+    assert taken == {"gfx1151": [0, 2], "gfx942": [0, 1, 3]}
+    assert sum(job.target.vendor == "cuda" for job in kept) == 4
