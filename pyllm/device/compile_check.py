@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -111,9 +110,13 @@ def jobs_of(
     return jobs
 
 
-def essential(jobs: Iterable[Job]) -> list[Job]:
+def essential(jobs: Iterable[Job], few_for_amd: bool = False) -> list[Job]:
     """A part of the jobs that takes minutes, not an hour: each value of each macro in some variant of its source, and
-    all block types in the source that does nothing but decode them, for NVIDIA."""
+    all block types in the source that does nothing but decode them, for NVIDIA.
+
+    Args:
+        few_for_amd: only the first variant of each source for AMD's targets, whose compiler takes ten times as long.
+    """
     seen: dict[tuple[str, str], set[tuple[str, int]]] = {}
     kept = []
     for job in jobs:
@@ -126,19 +129,17 @@ def essential(jobs: Iterable[Job]) -> list[Job]:
         if not job.defines or not set(job.defines.items()) <= values:
             values.update(job.defines.items())
             kept.append(job)
-    return _in_turn(kept)
+    return _with_few_for_amd(kept) if few_for_amd else kept
 
 
-def _in_turn(jobs: Sequence[Job]) -> list[Job]:
-    """Of AMD's targets, whose compiler is slow, each takes a source's variants in turn, and both its first."""
-    archs = list(dict.fromkeys(job.target.arch for job in jobs if job.target.vendor == "hip"))
-    count: Counter[tuple[str, str]] = Counter()
+def _with_few_for_amd(jobs: Iterable[Job]) -> list[Job]:
+    seen: set[tuple[str, str]] = set()
     kept = []
     for job in jobs:
-        index = count[job.target.arch, job.name]
-        count[job.target.arch, job.name] += 1
-        if job.target.vendor != "hip" or not index or archs[index % len(archs)] == job.target.arch:
+        place = job.target.arch, job.name
+        if job.target.vendor != "hip" or place not in seen:
             kept.append(job)
+        seen.add(place)
     return kept
 
 
@@ -224,10 +225,11 @@ def _remember(path: Path, resources: list[KernelResources] | None) -> None:
         os.replace(temporary, path)
 
 
-def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -> int:
+def check(names: Sequence[str], everything: bool = False, fresh: bool = False, few_for_amd: bool = False) -> int:
     """Compile kernels and print how it went.
 
     Args:
+        few_for_amd: see `essential`.
         everything: all variants, for all targets, with a look at what the kernels use; otherwise `essential` ones.
 
     Returns:
@@ -243,7 +245,7 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False) -
             planned[target] = [launch for launch in base if launch.arch == "sm_90a"]
     jobs = jobs_of(names, targets, planned)
     if not everything:
-        jobs = essential(jobs)
+        jobs = essential(jobs, few_for_amd)
     headers = {name: read_header(name) for name in names}
     checker, failures = Checker(compilers, fresh), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -279,7 +281,8 @@ def main() -> int:
         known = kernel_names()
         if unknown := [name for name in arguments.names if name not in known]:
             raise DeviceError(f"there is no kernel source {unknown[0]!r}; choose of {', '.join(known)}")
-        return 1 if check(arguments.names or known, arguments.all, arguments.fresh) else 0
+        names = arguments.names or known
+        return 1 if check(names, arguments.all, arguments.fresh, few_for_amd=not arguments.names) else 0
     except DeviceError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

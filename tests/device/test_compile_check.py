@@ -185,12 +185,10 @@ def test_essential_jobs_meet_every_value() -> None:
     ]
 
 
-def test_targets_of_a_slow_compiler_take_variants_in_turn() -> None:
+def test_a_slow_compiler_gets_the_first_variant_of_a_source() -> None:
     hip = [compile_check.Target("hip", arch, 64, "mfma") for arch in ("gfx1151", "gfx942")]
-    jobs = [
-        compile_check.Job("k", target, {"A": a}, {}) for target in (*hip, compile_check.TARGETS[0]) for a in range(4)
-    ]
-    kept = compile_check.essential(jobs)
-    taken = {arch: [job.defines["A"] for job in kept if job.target.arch == arch] for arch in ("gfx1151", "gfx942")}
-    assert taken == {"gfx1151": [0, 2], "gfx942": [0, 1, 3]}
-    assert sum(job.target.vendor == "cuda" for job in kept) == 4
+    targets = (*hip, compile_check.TARGETS[0])
+    jobs = [compile_check.Job(name, target, {"A": a}, {}) for target in targets for name in "kl" for a in range(4)]
+    kept = [(one.target.arch, one.name, one.defines["A"]) for one in compile_check.essential(jobs, True)]
+    assert kept[:4] == [(arch, name, 0) for arch in ("gfx1151", "gfx942") for name in "kl"]
+    assert kept[4:] == [("sm_90", name, a) for name in "kl" for a in range(4)]

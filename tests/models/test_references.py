@@ -55,8 +55,8 @@ def test_float32(name: str, ubatch_size: int, ring_depth: int) -> None:
     ref = reference(name)
     with open_engine(model_path(MODELS[name]), ubatch_size=ubatch_size, ring_depth=ring_depth) as llm:
         for prompt in PROMPTS:
-            if ubatch_size == 1 and prompt == "n300" and ring_depth != 2:
-                continue  # 300 ubatches of one token are slow; one ring depth of them is enough
+            if ubatch_size == 1 and prompt == "n300" and (ring_depth != 2 or name not in ("llama-a", "gemma3-a")):
+                continue  # 300 ubatches of one token are slow; two models and one ring depth of them are enough
             ids = ref[f"{prompt}_tokens"].tolist()
             check_float32(llm.logits(ids), ref, prompt)
             check_greedy(tokens(llm.generate(ids, greedy(32))), ref, prompt)

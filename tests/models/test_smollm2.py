@@ -25,12 +25,15 @@ def demo() -> Path:
     return path
 
 
-@pytest.mark.parametrize(("kv_type", "least_margin"), [("f32", MARGIN_FLOAT32), ("f16", MARGIN_FLOAT16_ROWS)])
-def test_greedy_continuations(demo: Path, kv_type: str, least_margin: float) -> None:
+@pytest.mark.parametrize(
+    ("kv_type", "least_margin", "first"), [("f32", MARGIN_FLOAT32, 0), ("f16", MARGIN_FLOAT16_ROWS, 1)]
+)
+def test_greedy_continuations(demo: Path, kv_type: str, least_margin: float, first: int) -> None:
+    """Every second of eight prompts for each type of rows: 256 tokens each."""
     cases = json.loads((ROOT / "real" / "greedy_smollm2_exact.json").read_text())["prompts"]
     assert len(cases) == 8
     with LLM(demo, device="cpu", kv_type=kv_type) as llm:
-        for case in cases:
+        for case in cases[first::2]:
             assert llm.tokenize(case["prompt"], parse_special=True) == case["prompt_ids"]
             expected = case["continuation"]
             unclear = (step for step, margin in enumerate(case["margin"]) if margin < least_margin)
