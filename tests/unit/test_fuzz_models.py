@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-SEED, COUNT = "0", 2000
+SEED, COUNT = "0", 1200
 ROOT = Path(__file__).parents[2]
 MAX_GROWTH = 200 << 20  # bytes of peak memory beyond what the sound models took
 SECONDS = 600  # the child stops itself earlier at a case that hangs
