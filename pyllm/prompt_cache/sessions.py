@@ -63,6 +63,7 @@ class _Loading:
     epochs: list[int] = field(default_factory=list)
     states: list[Checkpoint] = field(default_factory=list)
     copies: list[Event] = field(default_factory=list)
+    is_guest: bool = False  # counted as one
 
 
 class Sessions:
@@ -106,17 +107,20 @@ class Sessions:
             SessionError: the file cannot be written; one that was there is as it was.
         """
         with self._one_at_a_time:
-            with self._guests, self._lock:
-                self.pool.give_all_back()  # of one that was interrupted between taking a block and noting it
-                held = self._index.hold(token_ids)
+            held = None
             try:
+                # Ctrl-C waits: what is held has to be noted, or nobody lets it go.
+                with deferred_interrupt(), self._guests, self._lock:
+                    self.pool.give_all_back()  # of one that was interrupted between taking a block and noting it
+                    held = self._index.hold(token_ids)
                 if not held.length:
                     raise UsageError("nothing of this conversation is kept, so there is nothing to save")
                 shifted = held.shifted and held.length < len(token_ids)
                 self._write(path, held, chat, shifted)
             finally:
-                with self._guests, self._lock:
-                    self._index.let_go(held)
+                if held is not None:
+                    with self._guests, self._lock:
+                        self._index.let_go(held)
         return Session(list(held.token_ids), dict(chat), path.stat().st_size, shifted)
 
     def size(self, token_ids: Sequence[int]) -> int:
@@ -193,10 +197,11 @@ class Sessions:
         """
         with SessionReader(path) as reader, self._one_at_a_time:
             loading = _Loading()
-            with self._guests, self._lock:
-                self.pool.give_all_back()  # as in `save`
-                self._index.num_guests += 1
             try:
+                with deferred_interrupt(), self._guests, self._lock:
+                    self.pool.give_all_back()  # as in `save`
+                    self._index.num_guests += 1
+                    loading.is_guest = True
                 self._check(reader)
                 self._read_pages(reader, loading)
                 self._read_states(reader, loading)
@@ -216,7 +221,7 @@ class Sessions:
                 for copy in loading.copies:
                     copy.synchronize()
                 with self._guests, self._lock:
-                    self._index.num_guests -= 1
+                    self._index.num_guests -= loading.is_guest
                     for saved in loading.states:
                         saved.block.num_pins -= 1
                     for page in loading.pages:

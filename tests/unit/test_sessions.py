@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -571,3 +573,32 @@ def test_blocks_of_interrupted_copies_are_used_again(
         llm.forget()
         assert llm.load_session(path).token_ids == ids[:-1]
         llm.save_session(path, ids[:-1])
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_ctrl_c_when_a_session_begins_holds_nothing(
+    saved: tuple[Path, list[int]], name: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The moment between counting it as one that has pages and noting that it does."""
+    path, ids = saved
+    with engine(name) as llm:
+        llm.load_session(path)
+        cache, sessions = llm._cache, llm._kept.sessions
+        lock, left = sessions._lock, itertools.count()
+
+        class Lock:
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *exc_info: object) -> None:
+                lock.release()
+                if next(left) == 0:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(sessions, "_lock", Lock())
+        with pytest.raises(KeyboardInterrupt):
+            llm.save_session(path, ids[:-1]) if what == "save" else llm.load_session(path)
+        monkeypatch.undo()
+        assert llm._kept.index.num_guests == 0
+        llm.forget()
+        assert cache.num_free_pages == cache.num_pages
