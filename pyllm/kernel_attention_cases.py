@@ -23,7 +23,7 @@ from pyllm.kernel_samples import (
 )
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.ops.clear_tags import CLEAR_TAGS
-from pyllm.ops.copy_rows import COPY_ROWS
+from pyllm.ops.copy_rows import COPY_ROWS, RowMove
 from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import (
     FLASH_ATTENTION,
@@ -259,7 +259,7 @@ def _copy_rows(kv_type: KVType, rng: Rng) -> Arguments:
     _, cache = paged(rng, (24,), (8,), 2, 32, kv_type)
     cache.tags[:] = 11
     cache.tags[2] = 12  # a row of another epoch
-    return cache, 0, 8, 5, 11, 77
+    return cache, RowMove(0, 8, 5, 11, 77)
 
 
 def shift_rows_case(kv_type: KVType, head_dim: int, half: int, pairing: RopePairing) -> Case:
@@ -274,7 +274,7 @@ def shift_rows_case(kv_type: KVType, head_dim: int, half: int, pairing: RopePair
         cache.k[:3] = kv_type.encode(rows)
         angle = rng.uniform(0, 2 * np.pi, (1, half))
         turn = KeyTurn(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), pairing, head_dim)
-        return cache, kv_type, turn, 0, 8, 5, 11, 77
+        return cache, kv_type, turn, RowMove(0, 8, 5, 11, 77)
 
     name = f"{kv_type.name}, heads of {head_dim}, {pairing.name.lower()}, {2 * half} of them rotated"
     return Case(SHIFT_ROWS, name, arguments, (0,), floor=None)

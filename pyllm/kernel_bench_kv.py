@@ -28,7 +28,7 @@ from pyllm.kernel_samples import paged
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.ops.clear_tags import CLEAR_TAGS
-from pyllm.ops.copy_rows import COPY_ROWS
+from pyllm.ops.copy_rows import COPY_ROWS, RowMove
 from pyllm.ops.fill_rows import FILL_ROWS
 from pyllm.ops.flash_attention import FLASH_ATTENTION, AttentionParams, AttentionShape
 from pyllm.ops.gather_rows import GATHER_ROWS, GatheredRows, capacity_of
@@ -302,6 +302,7 @@ def token_tables_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[Ben
 def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
     """One page of one layer: what is copied when two sequences part or the context ends, and overwritten in tests."""
     last = 3 * _PAGE_SIZE
+    move = RowMove(0, last, _PAGE_SIZE, 11, 77)
 
     def cache_of(source: Source, kv_type: KVType) -> LayerCache:
         tags = np.full(4 * _PAGE_SIZE, 11, np.uint32)
@@ -350,14 +351,14 @@ def page_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
         name = f"{kv_type.name}, {_PAGE_SIZE} x {sizes.kv_width}"
 
         def copy(source: Source, kv_type: KVType = kv_type) -> Arguments:
-            return cache_of(source, kv_type), 0, last, _PAGE_SIZE, 11, 77
+            return cache_of(source, kv_type), move
 
         def shift(source: Source, kv_type: KVType = kv_type) -> Arguments:
             head_dim = sizes.heads[1][0]
             angle = source.rng.uniform(0, 2 * np.pi, (1, head_dim // 2))
             cos, sin = (source.array(function(angle).astype(np.float32)) for function in (np.cos, np.sin))
             turn = KeyTurn(cos, sin, RopePairing.NEOX, head_dim)
-            return cache_of(source, kv_type), kv_type, turn, 0, last, _PAGE_SIZE, 11, 77
+            return cache_of(source, kv_type), kv_type, turn, move
 
         def fill(source: Source, kv_type: KVType = kv_type) -> Arguments:
             return cache_of(source, kv_type), last, _PAGE_SIZE, 0x5A

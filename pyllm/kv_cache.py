@@ -25,7 +25,7 @@ from pyllm.device import Device, Event
 from pyllm.device.arena import POISON
 from pyllm.kv_types import KVType
 from pyllm.ops.clear_tags import clear_tags
-from pyllm.ops.copy_rows import copy_rows
+from pyllm.ops.copy_rows import RowMove, copy_rows
 from pyllm.ops.fill_rows import fill_rows
 from pyllm.ops.flash_attention import NUM_COUNTERS
 from pyllm.ops.shift_rows import KeyTurn, shift_rows
@@ -408,11 +408,15 @@ class KVCache:
         """A fresh page and its epoch; the page holds the first num_rows rows of another, the keys of each layer turned
         where `turns` says how."""
         target, epoch = self.allocate()
-        rows = (source * self.page_size, target * self.page_size, num_rows)
-        for index, layer in enumerate(self.layers):
-            if turns:
-                shift_rows(self.device, layer, self.kv_type, turns[index], *rows, source_epoch, epoch)
-            else:
-                copy_rows(self.device, layer, *rows, source_epoch, epoch)
+        move = RowMove(source * self.page_size, target * self.page_size, num_rows, source_epoch, epoch)
+        try:
+            for index, layer in enumerate(self.layers):
+                if turns:
+                    shift_rows(self.device, layer, self.kv_type, turns[index], move)
+                else:
+                    copy_rows(self.device, layer, move)
+        except BaseException:
+            self._drop([target])  # what is queued already comes before whatever a later owner writes
+            raise
         self.last_copy = self.device.record()
         return target, epoch

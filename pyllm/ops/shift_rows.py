@@ -9,6 +9,7 @@ import numpy as np
 
 from pyllm.kv_types import KVType
 from pyllm.ops.check import check_array, require
+from pyllm.ops.copy_rows import RowMove, copy_rows_ref
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.rope import RopePairing, rope_ref
 
@@ -35,66 +36,36 @@ class KeyTurn:
     head_dim: int
 
 
-def shift_rows_ref(
-    cache: LayerCache,
-    kv_type: KVType,
-    turn: KeyTurn,
-    source_row: int,
-    target_row: int,
-    num_rows: int,
-    source_epoch: int,
-    target_epoch: int,
-) -> None:
-    source, target = slice(source_row, source_row + num_rows), slice(target_row, target_row + num_rows)
-    own = cache.tags[source] == np.uint32(source_epoch)
-    heads = kv_type.decode(cache.k[source][own]).reshape(int(own.sum()), -1, turn.head_dim)
+def shift_rows_ref(cache: LayerCache, kv_type: KVType, turn: KeyTurn, move: RowMove) -> None:
+    own = cache.tags[move.source] == np.uint32(move.source_epoch)
+    copy_rows_ref(cache, move)
+    keys = cache.k[move.target]
+    heads = kv_type.decode(keys[own]).reshape(int(own.sum()), -1, turn.head_dim)
     rope_ref(heads, turn.cos, turn.sin, turn.pairing)
-    cache.k[target][own] = kv_type.encode(heads.reshape(len(heads), heads.shape[1] * heads.shape[2]))
-    cache.v[target][own] = cache.v[source][own]
-    cache.tags[target] = np.where(own, np.uint32(target_epoch), np.uint32(0))
+    keys[own] = kv_type.encode(heads.reshape(len(heads), heads.shape[1] * heads.shape[2]))
 
 
 def plan_shift_rows(
-    target: Target,
-    cache: LayerCache,
-    kv_type: KVType,
-    turn: KeyTurn,
-    source_row: int,
-    target_row: int,
-    num_rows: int,
-    source_epoch: int,
-    target_epoch: int,
+    target: Target, cache: LayerCache, kv_type: KVType, turn: KeyTurn, move: RowMove
 ) -> list[KernelLaunch]:
     require(turn.head_dim % 4 == 0, "shift_rows", f"head size {turn.head_dim} is not a multiple of 4")
     num_heads = kv_type.width(cache.k.shape[1]) // turn.head_dim
     v = cache.v.view(np.uint16)
-    rows = (np.int64(source_row), np.int64(target_row))
-    epochs = (np.uint32(source_epoch), np.uint32(target_epoch))
     sizes = (turn.cos.shape[1], num_heads, cache.k.shape[1], v.shape[1])
-    args = (cache.k, v, cache.tags, turn.cos, turn.sin, *rows, *epochs, *map(np.int32, sizes))
+    args = (cache.k, v, cache.tags, turn.cos, turn.sin, *move.kernel_args, *map(np.int32, sizes))
     defines = {
         "KV_TYPE": kv_type.code,
         "HEAD_DIM": turn.head_dim,
         "NEOX": int(turn.pairing == RopePairing.NEOX),
     }
-    grid = (num_rows, 1 + -(-num_heads // (128 // target.warp_size)))
+    grid = (move.num_rows, 1 + -(-num_heads // (128 // target.warp_size)))
     return [KernelLaunch("shift_rows", "shift_rows", grid, (128,), args, defines)]
 
 
 SHIFT_ROWS = Op("shift_rows", shift_rows_ref, plan_shift_rows)
 
 
-def shift_rows(
-    device: Device,
-    cache: LayerCache,
-    kv_type: KVType,
-    turn: KeyTurn,
-    source_row: int,
-    target_row: int,
-    num_rows: int,
-    source_epoch: int,
-    target_epoch: int,
-) -> None:
+def shift_rows(device: Device, cache: LayerCache, kv_type: KVType, turn: KeyTurn, move: RowMove) -> None:
     """Copy rows whose tag is source_epoch, their keys turned, and give them target_epoch; a row with another tag
     becomes absent.
 
@@ -102,8 +73,6 @@ def shift_rows(
         cache: one layer's K, V and tags; changed.
         kv_type: how rows are stored.
         turn: by how much keys turn.
-        source_row, target_row: first rows, in different pages.
-        num_rows: at most a page.
 
     Numerics: keys are decoded exactly, turned in float32 with each product and sum rounded, and rounded once more to
     the storage type: all devices agree in every bit. Values are copied.
@@ -120,8 +89,5 @@ def shift_rows(
     half, width = turn.cos.shape[1], kv_type.width(cache.k.shape[1])
     require(2 * half <= turn.head_dim, "shift_rows", f"{2 * half} rotated elements, head_dim {turn.head_dim}")
     require(width % turn.head_dim == 0, "shift_rows", f"rows of {width} elements, head_dim {turn.head_dim}")
-    last = cache.tags.shape[0] - num_rows
-    require(0 <= source_row <= last and 0 <= target_row <= last, "shift_rows", "rows lie outside the cache")
-    require(abs(source_row - target_row) >= num_rows, "shift_rows", "source and target overlap")
-    rows = (source_row, target_row, num_rows)
-    device.launch(SHIFT_ROWS, cache, kv_type, turn, *rows, source_epoch, target_epoch)
+    move.check("shift_rows", cache)
+    device.launch(SHIFT_ROWS, cache, kv_type, turn, move)

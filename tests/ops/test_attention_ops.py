@@ -16,7 +16,7 @@ from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES
 from pyllm.ops.clear_tags import clear_tags
 from pyllm.ops.copy_inputs import copy_inputs
-from pyllm.ops.copy_rows import copy_rows
+from pyllm.ops.copy_rows import RowMove, copy_rows
 from pyllm.ops.fill_rows import fill_rows
 from pyllm.ops.flash_attention import NUM_COUNTERS, AttentionParams, AttentionShape, flash_attention
 from pyllm.ops.set_rows import set_rows
@@ -432,7 +432,7 @@ def test_rows_are_copied_under_a_new_tag_if_their_own_is_right(device: Device, k
     cache = case.cache(device, kv_type)
     source, target = (int(page) * 8 for page in case.page_table[0, :2])
     tags = device.download(cache.tags)
-    copy_rows(device, cache, source, target, 5, int(tags[source]), 77)
+    copy_rows(device, cache, RowMove(source, target, 5, int(tags[source]), 77))
     stale = source + 2
     before, after = tags, device.download(cache.tags)
     assert (after[target : target + 5] == 77).all()
@@ -440,7 +440,7 @@ def test_rows_are_copied_under_a_new_tag_if_their_own_is_right(device: Device, k
     k = device.download(cache.k).view(np.uint8)
     assert (k[target : target + 5] == k[source : source + 5]).all()
     assert (k[target + 5] != k[source + 5]).any()
-    copy_rows(device, cache, stale, target, 3, 1, 78)  # another tag was expected: the rows become absent
+    copy_rows(device, cache, RowMove(stale, target, 3, 1, 78))  # another tag was expected: the rows become absent
     assert (device.download(cache.tags)[target : target + 3] == 0).all()
     assert (device.download(cache.k).view(np.uint8)[target : target + 3] == k[target : target + 3]).all()
 

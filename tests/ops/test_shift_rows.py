@@ -12,6 +12,7 @@ from pyllm.errors import ShapeError
 from pyllm.kv_cache import LayerCache
 from pyllm.kv_types import KV_TYPES, KVType
 from pyllm.models.rope_scaling import RopeFrequencies, RopeScaling, rope_frequencies
+from pyllm.ops.copy_rows import RowMove
 from pyllm.ops.flash_attention import NUM_COUNTERS
 from pyllm.ops.rope import RopePairing
 from pyllm.ops.shift_rows import KeyTurn, shift_rows
@@ -58,7 +59,7 @@ def test_rows_are_moved_and_their_keys_turned(
     frequencies = rope_frequencies(n_rot, 10000.0, RopeScaling("none", 1.0, 2048, 1.0), None)
     before = [device.download(array) for array in (cache.k, cache.v, cache.tags)]
     turn = key_turn(device, frequencies, -1000, pairing, head_dim)
-    shift_rows(device, cache, kv_type, turn, SOURCE, TARGET, ROWS, 5, 77)
+    shift_rows(device, cache, kv_type, turn, RowMove(SOURCE, TARGET, ROWS, 5, 77))
     after = [device.download(array) for array in (cache.k, cache.v, cache.tags)]
     stored = kv_type.decode(before[0][SOURCE : SOURCE + ROWS]).reshape(ROWS, heads, head_dim)
     angle = np.full((ROWS, 1), -1000.0) * frequencies.inv_freq.astype(np.float64)
@@ -107,7 +108,7 @@ def test_a_turned_key_is_the_key_of_its_new_position(device: Device, kind: str, 
     k = keys(positions).astype(np.float32)
     cache = layer_cache(device, KV_TYPES["f32"], k, k)
     turn = key_turn(device, frequencies, -64, pairing, 32)
-    shift_rows(device, cache, KV_TYPES["f32"], turn, SOURCE, TARGET, ROWS, 5, 77)
+    shift_rows(device, cache, KV_TYPES["f32"], turn, RowMove(SOURCE, TARGET, ROWS, 5, 77))
     assert np.abs(device.download(cache.k)[TARGET : TARGET + ROWS] - keys(positions - 64)).max() < 2e-6
     assert (frequencies.magnitude != 1) == (kind == "yarn")
 
@@ -122,7 +123,7 @@ def test_a_row_that_is_not_the_sequences_own_becomes_absent(device: Device, name
     cache = replace(cache, tags=on_device(device, tags))
     before = [device.download(array) for array in (cache.k, cache.v)]
     turn = key_turn(device, FREQUENCIES["plain"], -8, RopePairing.NEOX, 32)
-    shift_rows(device, cache, kv_type, turn, SOURCE, TARGET, 5, 5, 77)
+    shift_rows(device, cache, kv_type, turn, RowMove(SOURCE, TARGET, 5, 5, 77))
     assert device.download(cache.tags)[TARGET : TARGET + 6].tolist() == [77, 77, 0, 77, 77, 9]
     for rows, old in zip((cache.k, cache.v), before, strict=True):
         assert device.download(rows)[TARGET + 2].tobytes() == old[TARGET + 2].tobytes()
@@ -141,4 +142,4 @@ def test_wrong_arguments_are_named(device: Device) -> None:
         (replace(turn, cos=on_device(device, np.zeros(8, np.float32))), (8, 24, 8), "cos"),
     ):
         with pytest.raises(ShapeError, match=message):
-            shift_rows(device, cache, f32, wrong, *rows, 5, 77)
+            shift_rows(device, cache, f32, wrong, RowMove(*rows, 5, 77))

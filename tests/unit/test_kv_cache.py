@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,10 @@ from pyllm.executor import Batch, Executor, Segment
 from pyllm.input_block import InputLayout
 from pyllm.kv_cache import KVCache, SequenceKV
 from pyllm.kv_types import kv_type_by_name
+from pyllm.ops.op import Op
+from pyllm.ops.rope import RopePairing
 from pyllm.ops.set_rows import set_rows
+from pyllm.ops.shift_rows import KeyTurn
 
 NUM_LAYERS, PAGE_SIZE, NUM_PAGES, MAX_PAGES = 2, 4, 24, 8
 SIZES = {"max_tokens": 16, "max_seqs": 4}
@@ -216,3 +221,33 @@ def test_a_wrong_row_id_writes_nothing_and_is_reported(world: World) -> None:
     k = world.device.download(world.cache.layers[0].k)[:, 0]
     assert k[right(oracle.kv, np.array([6]))] == 111
     assert 222 not in k
+
+
+@pytest.mark.parametrize("at", range(NUM_LAYERS))
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_page_whose_copy_breaks_off_is_free_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, at: int, shifted: bool
+) -> None:
+    cache, launch, launches = world.cache, world.device.launch, itertools.count()
+    kv = cache.new_sequence()
+    assert cache.extend(kv, 2 * PAGE_SIZE + 1)
+    cache.publish(kv, kv.length)
+    other = cache.fork(kv, kv.length)
+    zero, one = (np.full((1, 1), value, np.float32) for value in (0, 1))
+    turns = [KeyTurn(one[:, :0], zero[:, :0], RopePairing.NORM, 1)] * NUM_LAYERS
+
+    def breaks_off(op: Op, *args: Any) -> None:
+        if op.name in ("copy_rows", "shift_rows") and next(launches) == at:
+            raise MemoryError
+        launch(op, *args)
+
+    monkeypatch.setattr(world.device, "launch", breaks_off)
+    with pytest.raises(MemoryError):
+        if shifted:
+            cache.shift(other, 0, 1, turns)
+        else:
+            cache.extend(other, 1)
+    monkeypatch.undo()
+    cache.release(other)
+    cache.release(kv)
+    assert cache.num_free_pages == NUM_PAGES
