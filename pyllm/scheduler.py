@@ -566,8 +566,12 @@ class Scheduler:
         seq_ids = {fault.seq_id for fault in found}
         if hits_whole_step(found):
             seq_ids.update(segment.seq.seq_id for segment in segments)
-        hit = [one for one in self._running if one.kv and (one.kv.seq_id in seq_ids or pages & set(one.kv.pages))]
-        for request, what in [(one, what_hit(one.kv, found, segments, page_size)) for one in hit if one.kv]:
+        hit = [
+            (request, what_hit(kv, found, segments, page_size))
+            for request in self._running
+            if (kv := request.kv) is not None and (kv.seq_id in seq_ids or not pages.isdisjoint(kv.pages))
+        ]
+        for request, what in hit:
             error = StaleKVError(f"{what}; the sequence was stopped, nothing of this step was shown")
             self._end(request, "error", error)
         for page in pages:

@@ -229,8 +229,8 @@ def check(names: Sequence[str], everything: bool = False, fresh: bool = False, f
     """Compile kernels and print how it went.
 
     Args:
-        few_for_amd: see `essential`.
         everything: all variants, for all targets, with a look at what the kernels use; otherwise `essential` ones.
+        few_for_amd: see `essential`.
 
     Returns:
         The number of failures.
