@@ -6,7 +6,7 @@
 # make sanitize the kernel tests under compute-sanitizer's four tools; needs CuPy, an NVIDIA GPU and its toolkit
 # make lint     ruff and mypy
 # make docs     docs/cli.md anew, from what --help says
-# make compile  every kernel, in a few variants, for sm_90, gfx1151 and gfx942, by the vendors' compilers; needs no GPU
+# make compile  every kernel for sm_90, in a few variants, and for gfx1151 and gfx942, by the vendors' compilers; needs no GPU
 # make compile-all  for all supported kinds of GPUs, with limits on shared memory and on registers in memory; minutes
 # make clean    remove the environment and all caches of this folder
 #

@@ -83,8 +83,8 @@ def copy_inputs(
     The step counter lives on the device and advances here and nowhere else, by one. Head and tail serial of the slot
     must both equal it. If they do not, the slot was overwritten before it was read: a SERIAL fault is recorded and the
     block becomes empty (no tokens, no sequences, row ids and places of kept tokens -1, status 1), so that the ubatch's
-    other ops write no K/V row
-    and read none. A token id of -1 - i stands for the token that an earlier step left at kept[i].
+    other ops write no K/V row and read none. A token id of -1 - i stands for the token that an earlier step left at
+    kept[i].
 
     Args:
         slot: [layout.num_bytes] uint8, pinned.
