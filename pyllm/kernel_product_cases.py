@@ -10,6 +10,7 @@ import numpy as np
 from pyllm.kernel_check import Arguments, Case
 from pyllm.kernel_samples import (
     COMMON_TYPES,
+    EMULATED_MMA,
     HALF,
     HOPPER,
     Rng,
@@ -52,7 +53,7 @@ def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int, we
 
     def arguments(rng: Rng) -> Arguments:
         matrix = weight or random_weight(rng, qtype, rows, row_elements)
-        size = scratch_size(HOPPER, tokens, matrix)
+        size = max(scratch_size(target, tokens, matrix) for target in (HOPPER, EMULATED_MMA))
         scratch = np.zeros(size, np.float16) if size else None
         return normal(rng, tokens, row_elements), matrix, scratch, unwritten(tokens, rows)
 
@@ -69,6 +70,10 @@ def linear_cases() -> Iterator[Case]:
     yield linear_case((q4, q8), (40, 40), 1, 256, gate=Gate.SILU, dtype=np.float16)
     yield linear_case((q8,), (40,), 5, 96, dtype=np.float16, accumulate=True)
     yield linear_case((QuantType.Q6_K,), (40,), 20, 256, accumulate=True, bias=True)
+    for q, tokens in ((q4, 12), (QuantType.Q5_K, 12), (q4, 27), (QuantType.Q5_K, 27)):  # activations stay in registers
+        yield linear_case((q,) * 3, (65, 33, 17), tokens, 1024, norm=True, bias=True)
+        yield linear_case((q,), (113,), tokens, 3328, dtype=np.float16, accumulate=True)
+        yield linear_case((q, q), (65, 65), tokens, 1280, norm=True, gate=Gate.SILU)
     yield linear_case((q8, q4), (40, 24), 35, 256, norm=True, bias=True)
     yield linear_case((q8, q8), (40, 40), 35, 96, norm=True, gate=Gate.SILU)
     yield linear_case((q4, q4), (8192, 8192), 1024, 4096, norm=True, gate=Gate.SILU)
@@ -94,7 +99,9 @@ def linear_case(
         x: np.ndarray = normal(rng, tokens, row_elements).astype(dtype)
         out = normal(rng, tokens, columns) if accumulate else unwritten(tokens, columns)
         layer_norm = Norm(normal(rng, row_elements), 1e-5) if norm else None
-        size = linear_scratch(HOPPER, tokens, weights, x.dtype, norm, bool(gate))
+        size = max(
+            linear_scratch(target, tokens, weights, x.dtype, norm, bool(gate)) for target in (HOPPER, EMULATED_MMA)
+        )
         scratch = np.zeros(size, np.float16) if size else None
         return x, weights, layer_norm, normal(rng, sum(rows)) if bias else None, gate, accumulate, scratch, out
 

@@ -20,6 +20,7 @@ from pyllm.weight import Weight
 
 HALF = 2.0**-11  # relative error of a rounding to f16
 HOPPER = Target("cuda", "sm_90", 32, "mma")  # has further kernels
+EMULATED_MMA = Target("host", "host", 32, "mma")  # takes them at smaller sizes
 COMMON_TYPES = (QuantType.F16, QuantType.Q4_0, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q6_K)
 _LARGEST_VALUE = 8.0  # of a random weight: beside the large error of an outlier all others would go unseen
 _DIFFERENT_BLOCKS = 1 << 14  # of a random weight

@@ -2,8 +2,8 @@
 
 Three ways, chosen by shapes and target alone:
 
-* few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` says so, reads the packed weights once, of up to three
-  matrices in one launch; it can normalise its input and put a gate behind its products;
+* few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` and `mul_mat_thin_held` where `Held` says so, reads
+  packed weights once, of up to three matrices in one launch; gate and addition are a part of it, for two tokens the norm;
 * more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies, on Hopper `mul_mat_wgmma`;
 * large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
 
@@ -12,7 +12,7 @@ For a batch-invariant target there is one way: `mul_mat_thin` as it is cut up fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import count, groupby
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
+from pyllm.ops.product_held import Held
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
 from pyllm.ops.product_wgmma import uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
@@ -33,6 +34,7 @@ FUSED_NORM_TOKENS = 2  # up to here every block may normalise the whole input fo
 FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
+SUM_THREADS = 128
 SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory, ...
 WHOLE_X_TOKENS = 16  # ... and beyond these in pieces
 WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
@@ -131,10 +133,10 @@ def plan_products(target: Target, products: Products, scratch: Any) -> list[Kern
     launches: list[KernelLaunch | GemmLaunch] = []
     x, num_tokens, column = products.x, products.num_tokens, 0
     if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
-        x, scratch = scratch[: x.size].reshape(x.shape), scratch[x.size :]
+        x, scratch = scratch[: x.size].reshape(x.shape), scratch[-(-x.size // 8) * 8 :]
         launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
     if is_thin(target, num_tokens):
-        return [*launches, *_thin_launches(target, replace(products, x=x))]
+        return [*launches, *_thin_launches(target, replace(products, x=x), scratch)]
     for weight in products.weights:
         out, columns = products.out.reshape(-1)[column:], products.out.shape[1]
         output = Output.of(out, products.accumulate)
@@ -148,26 +150,36 @@ def plan_products(target: Target, products: Products, scratch: Any) -> list[Kern
     return launches
 
 
-def _thin_launches(target: Target, products: Products) -> Sequence[KernelLaunch]:
-    """One launch for neighbours of one block type."""
+def _thin_groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Neighbours of one block type, as many as one launch takes."""
+    for _, group in groupby(weights, key=lambda weight: weight.qtype):
+        same = list(group)
+        yield from (same[first : first + THIN_MATRICES] for first in range(0, len(same), THIN_MATRICES))
+
+
+def _thin_launches(target: Target, products: Products, scratch: Any) -> Sequence[KernelLaunch]:
     launches, column = [], 0
-    for _, group in groupby(products.weights, key=lambda weight: weight.qtype):
-        weights = list(group)
-        for first in range(0, len(weights), THIN_MATRICES):
-            some = weights[first : first + THIN_MATRICES]
-            launches.append(_thin_launch(target, products, some, column))
-            column += sum(weight.shape[0] for weight in some)
+    for some in _thin_groups(products.weights):
+        launches += _thin_launch(target, products, some, column, scratch)
+        column += sum(weight.shape[0] for weight in some)
     return launches
 
 
-def _thin_launch(target: Target, products: Products, weights: Sequence[Weight], column: int) -> KernelLaunch:
+def _tiles_of(weights: Sequence[Weight], gate: bool) -> int:
+    """Of 16 columns of the output."""
+    return sum(-(-weight.shape[0] // 16) for weight in (weights[:1] if gate else weights))
+
+
+def _thin_launch(
+    target: Target, products: Products, weights: Sequence[Weight], column: int, scratch: Any
+) -> list[KernelLaunch]:
     x, num_tokens, k, out = products.x, products.num_tokens, products.k, products.out
     bias, norm, first = products.bias, products.norm, weights[0]
     spare = THIN_MATRICES - len(weights)
     rows = [weight.shape[0] for weight in weights] + [0] * spare
     packed = [weight.array for weight in weights] + [first.array] * spare
     matrices = 2 if products.gate else 1
-    tiles = -(-rows[0] // 16) if products.gate else sum(-(-n // 16) for n in rows)
+    tiles = _tiles_of(weights, bool(products.gate))
     defines = {
         "X_F16": int(x.dtype == np.float16),
         "NORM": int(norm is not None),
@@ -185,17 +197,49 @@ def _thin_launch(target: Target, products: Products, weights: Sequence[Weight], 
         np.float32(0 if norm is None else norm.eps),
         *map(np.int32, (*rows, num_tokens, out.shape[1], k)),
     )
+    if x.dtype == np.float16 and norm is None and (held := Held.of(target, num_tokens, first, tiles, matrices)):
+        return _held_launches(target, held, products, weights, packed, column, scratch)
     if not target.batch_invariant and (whole := Whole.of(target, num_tokens, first, tiles, matrices)):
         shared = whole.shared_bytes(target, num_tokens, k)
         name = "mul_mat_thin_s8"
-        return KernelLaunch(name, name, (whole.blocks,), (whole.threads,), args, defines | whole.defines(), shared)
+        return [KernelLaunch(name, name, (whole.blocks,), (whole.threads,), args, defines | whole.defines(), shared)]
     fits = (size for size in (2, 8, 16) if size >= num_tokens and not target.batch_invariant)
     tokens = next(fits, THIN_TOKENS)
     staging = Staging.of(target, first, tokens, tiles, matrices)
     defines |= {"TOKENS": tokens, "FULL": int(k % staging.unit_k == 0), **staging.defines(first.qtype)}
     shared = staging.shared_bytes(target, first.qtype, tokens, k) + (2 * num_tokens * k if norm is not None else 0)
     grid = (-(-tiles // staging.results), -(-num_tokens // tokens))
-    return KernelLaunch("mul_mat_thin", "mul_mat_thin", grid, (staging.threads,), args, defines, shared)
+    return [KernelLaunch("mul_mat_thin", "mul_mat_thin", grid, (staging.threads,), args, defines, shared)]
+
+
+def _held_launches(
+    target: Target,
+    held: Held,
+    products: Products,
+    weights: Sequence[Weight],
+    packed: Sequence[Any],
+    column: int,
+    scratch: Any,
+) -> list[KernelLaunch]:
+    """The product, and the sum of its parts where blocks share k."""
+    out, num_tokens, k = products.out.reshape(-1)[column:], products.num_tokens, products.k
+    rows = [weight.shape[0] for weight in weights]
+    columns, row_length = sum(rows), products.out.shape[1]
+    output, gate, biased = Output.of(products.out, products.accumulate), int(products.gate), products.bias is not None
+    bias = products.bias[column:] if biased else weights[0].array
+    apart = held.shares > 1
+    parts = scratch[: held.scratch(num_tokens, columns)].view(np.float32) if apart else out
+    defines = {"OUTPUT": 3 if apart else int(output), "GATE": gate, "BIAS": int(biased and not apart)}
+    sizes = (*rows, *[0] * (THIN_MATRICES - len(rows)), num_tokens, columns if apart else row_length, k)
+    args = (products.x, *packed, bias, parts, np.int64(weights[0].row_bytes), *map(np.int32, sizes))
+    name, grid, shared = "mul_mat_thin_held", (held.blocks, held.shares), held.shared_bytes(target)
+    launches = [KernelLaunch(name, name, grid, (held.threads,), args, defines | held.defines(), shared)]
+    if apart:
+        defines = {"OUTPUT": int(output), "BIAS": int(biased), "THREADS": SUM_THREADS}
+        of_sum = (parts, bias, out, *map(np.int32, (held.shares, num_tokens, columns, row_length)))
+        grid = (-(-columns // SUM_THREADS), num_tokens)
+        launches.append(KernelLaunch("sum_parts", "sum_parts", grid, (SUM_THREADS,), of_sum, defines))
+    return launches
 
 
 @dataclass(frozen=True)
@@ -328,8 +372,12 @@ def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[W
         n, k = weight.shape
         if uses_library(target, num_tokens, weight):
             decoded.append(min(n, _rows_at_once(k)) * k)
+    if target is not None and is_thin(target, num_tokens):
+        for some in _thin_groups(weights):
+            if held := Held.of(target, num_tokens, some[0], _tiles_of(some, False), 1):
+                decoded.append(held.scratch(num_tokens, sum(weight.shape[0] for weight in some)))
     narrows = x_dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in weights)
-    return max(decoded) + (num_tokens * weights[0].shape[1] if narrows else 0)
+    return max(decoded) + (-(-num_tokens * weights[0].shape[1] // 8) * 8 if narrows else 0)
 
 
 def _rows_at_once(k: int) -> int:

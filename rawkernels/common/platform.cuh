@@ -28,6 +28,7 @@
 //   h2_pack(low, high)               two floats as such a pair, rounded to nearest even
 //   h2_pack_saturated(low, high)     the same; too large becomes the largest f16
 //   and_or(x, mask, bits)            (x & mask) | bits
+//   h2_low, h2_high                  one half of a pair, twice
 //   byte_perm(a, b, selector)        byte j is byte (selector >> 4 j & 7) of the eight bytes a, b; selector is a constant
 //   bytes_at(a, b, selector)         the same for any selector whose four lowest nibbles are below eight, whatever the others
 //   bytes_of_signs(word)             each byte 0xFF where its uppermost bit is set, else 0

@@ -102,6 +102,19 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
     return result;
 }
 
+// As halves, which instructions on two f16 can name without a permutation of bytes before.
+DEVICE u32 h2_low(u32 pair) {
+    u32 both;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+
+DEVICE u32 h2_high(u32 pair) {
+    u32 both;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+
 DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE u32 bytes_of_table(u32 index, const u32 (&table)[4]) {

@@ -143,6 +143,9 @@ DEVICE u32 h2_mul(u32 a, u32 b) {
 }
 DEVICE u32 h2_pack(float low, float high) { return f32_to_f16_bits(low) | (u32)f32_to_f16_bits(high) << 16; }
 
+DEVICE u32 h2_low(u32 pair) { return (pair & 0xFFFFu) * 0x10001u; }
+DEVICE u32 h2_high(u32 pair) { return (pair >> 16) * 0x10001u; }
+
 DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) {
     const u64 bytes = (u64)b << 32 | a;
     u32 chosen = 0;

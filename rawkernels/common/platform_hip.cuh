@@ -70,6 +70,9 @@ DEVICE u32 h2_fma(u32 a, u32 b, u32 c) {
 DEVICE u32 h2_pack(float low, float high) { return pyllm_pair(pyllm_half2{(_Float16)low, (_Float16)high}); }
 
 // The instruction takes a selector of bytes and counts the bytes of its second factor first.
+DEVICE u32 h2_low(u32 pair) { return (pair & 0xFFFFu) * 0x10001u; }
+DEVICE u32 h2_high(u32 pair) { return (pair >> 16) * 0x10001u; }
+
 DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) {
     const u32 bytes = (selector & 7) | (selector & 0x70) << 4 | (selector & 0x700) << 8 | (selector & 0x7000) << 12;
     return __builtin_amdgcn_perm(b, a, bytes);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,10 @@ from pyllm.device import Device
 from pyllm.kernel_check import check_case
 from pyllm.kernel_product_cases import linear_case
 from pyllm.kernel_samples import random_weight
+from pyllm.ops.linear import linear, linear_scratch
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import Target
+from pyllm.ops.product_held import HELD_TYPES, Held
 from pyllm.ops.product_plan import WORDS_TYPES, Gate, Staging
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
 from pyllm.ops.product_whole import Whole
@@ -101,10 +105,60 @@ def test_plans_fit(arch: str) -> None:
                         assert whole.shared_bytes(target, num_tokens, k) < limit
                         assert whole.blocks * whole.tiles >= results * matrices
                         assert k % whole.unit_k == 0
+                for num_tokens in (9, 16, 17, 32):
+                    if held := Held.of(target, num_tokens, weight(qtype, rows, k), results, matrices):
+                        assert held.shared_bytes(target) <= limit
+                        assert held.blocks * held.tiles >= results * matrices
+                        assert held.threads % 32 == 0 and held.threads // 32 >= held.tokens // 8
+                        assert matrices == 1 or held.shares == 1
                 for tokens in (2, 8, 16, 32):
                     staging = Staging.of(target, weight(qtype, rows, k), tokens, results, matrices)
                     assert staging.shared_bytes(target, qtype, tokens, k) <= limit
                     assert staging.threads % (32 * staging.results * matrices) == 0
+
+
+def blocks_of(rng: np.random.Generator, qtype: QuantType, d: float, dmin: float, rows: int, k: int) -> np.ndarray:
+    """Random codes, scales and minima; d and dmin the same in all blocks."""
+    packed = (
+        random_weight(rng, qtype, rows, k).array.view(np.uint8).copy().reshape(rows, -1, FORMATS[qtype].block_bytes)
+    )
+    packed[..., :4] = np.array([d, dmin], np.float16).view(np.uint8)
+    return packed.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(
+    ("d", "dmin"),
+    [(0.0, 0.5), (0.5, 0.0), (0.0, 0.0), (6e-8, 6e-8), (6e-8, 1.0), (10.0, 10.0), (-0.01, 0.3), (0.02, -0.3)],
+)
+@pytest.mark.parametrize("qtype", sorted(HELD_TYPES), ids=lambda qtype: qtype.name)
+def test_unusual_scales(device: Device, qtype: QuantType, d: float, dmin: float) -> None:
+    """A power of two is taken out of them; what is left has to fit into float16 beside what it is added to."""
+    rng = np.random.default_rng(5)
+    rows, k, num_tokens = 113, 1024, 12
+    packed = blocks_of(rng, qtype, d, dmin, rows, k)
+    array, held = device.upload_weight(packed, qtype, (rows, k))
+    x = (rng.standard_normal((num_tokens, k)) * 0.1).astype(np.float16)
+    matrix = Weight("test", (rows, k), held, array)
+    size = linear_scratch(device.target, num_tokens, [matrix], x.dtype)
+    out = device.empty((num_tokens, rows), np.float32)
+    linear(device, on_device(device, x), [matrix], out, scratch=device.empty((size,), np.float16) if size else None)
+    values = dequantize(packed, qtype).astype(np.float64)
+    bound = np.abs(x.astype(np.float64)) @ np.abs(values).T
+    assert (np.abs(device.download(out) - x.astype(np.float64) @ values.T) <= 2.0**-10 * bound).all()
+
+
+def test_which_weights_let_activations_stay() -> None:
+    target = Target("cuda", "sm_90", 32, "mma")
+    large = weight(QuantType.Q4_K, 14336, 4096)
+    assert Held.of(target, 8, large, 896, 1) is None
+    assert Held.of(target, 33, large, 896, 1) is None
+    assert Held.of(replace(target, batch_invariant=True), 16, large, 896, 1) is None
+    assert Held.of(target, 16, weight(QuantType.Q6_K, 14336, 4096), 896, 1) is None
+    assert Held.of(target, 16, weight(QuantType.Q4_K, 1024, 1024), 64, 1) is None
+    held = Held.of(target, 16, large, 896, 1)
+    assert held is not None and (held.threads, held.shares) == (512, 1)
+    held = Held.of(target, 32, weight(QuantType.Q4_K, 4096, 12288), 256, 1)
+    assert held is not None and (held.threads, held.shares, held.blocks) == (256, 6, 22)
 
 
 def test_whole_numbers_are_for_large_weights_on_nvidia() -> None:
