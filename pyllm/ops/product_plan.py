@@ -3,7 +3,7 @@
 Three ways, chosen by shapes and target alone:
 
 * few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` and `mul_mat_thin_held` where `Held` says so, reads
-  packed weights once, of up to three matrices in one launch; gate and addition are a part of it, for two tokens the norm;
+  packed weights once, of up to three matrices in one launch, with the gate or addition, for two tokens the norm, too;
 * more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies, on Hopper `mul_mat_wgmma`;
 * large products on NVIDIA: `decode_rows` writes the weights as float16, and the vendor's library multiplies.
 
