@@ -45,6 +45,8 @@ def expert_cases() -> Iterator[Case]:
     yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 5, 0)
     yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q8_0, 5, 0)
     yield gated_mul_mat_id_case(QuantType.Q8_0, QuantType.Q8_0, 33, 64)
+    yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q6_K, 70, 64, 33, np.float16)
+    yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 90, 128, 40, np.float16)
     yield mul_mat_id_case(QuantType.Q4_K, 8, 128, 8, 768, 2048, 0)
     for bm in (32, 64, 128):
         yield mul_mat_id_case(QuantType.Q4_K, 256, 128, 8, 768, 2048, bm)
@@ -99,9 +101,11 @@ def mul_mat_id_case(
     return Case(MUL_MAT_ID, name, arguments, (4,), rounded=_half_experts, large=large)
 
 
-def gated_mul_mat_id_case(gate_type: QuantType, up_type: QuantType, tokens: int, bm: int) -> Case:
-    """The first half of experts, 2 of 5."""
-    num_experts, rows, row_elements = 5, 33, 256
+def gated_mul_mat_id_case(
+    gate_type: QuantType, up_type: QuantType, tokens: int, bm: int, rows: int = 33, dtype: type = np.float32
+) -> Case:
+    """The first half of experts, 2 of 5; x and out of a dtype."""
+    num_experts, row_elements = 5, 256
 
     def arguments(rng: Rng) -> Arguments:
         weights = (_random_experts(rng, qtype, num_experts, rows, row_elements) for qtype in (gate_type, up_type))
@@ -111,10 +115,12 @@ def gated_mul_mat_id_case(gate_type: QuantType, up_type: QuantType, tokens: int,
         if bm:
             lists = ExpertLists(unwritten(ExpertLists.size(experts.size, num_experts, bm), dtype=np.int32), bm)
             group_experts_ref(experts, num_experts, lists)
-        scratch = unwritten(tokens, 2, rows) if bm or gate_type != up_type else None
-        return normal(rng, tokens, 1, row_elements), experts, gate, up, lists, scratch, unwritten(tokens, 2, rows)
+        scratch = unwritten(tokens, 2, rows) if not bm and gate_type != up_type else None
+        x: np.ndarray = normal(rng, tokens, 1, row_elements).astype(dtype)
+        return x, experts, gate, up, lists, scratch, unwritten(tokens, 2, rows, dtype=dtype)
 
     name = f"{gate_type.name}+{up_type.name}, {tokens} x {row_elements} x {rows}" + f", tiles of {bm}" * bool(bm)
+    name += ", f16" * (dtype == np.float16)
     return Case(GATED_MUL_MAT_ID, name, arguments, (6,), rounded=_half_experts)
 
 
