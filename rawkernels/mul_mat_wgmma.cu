@@ -1,7 +1,8 @@
 // mul_mat_wgmma: out = x @ w.T for many tokens on Hopper's products of four warps; packed weights are decoded on the way
 //
-// Shapes    x [T,K] f16; w [N,row_bytes] packed; out [T,N] f32 or f16, out_columns elements from row to row; K % 8 == 0
-// Launch    grid (any, at most the tiles: ceil(T / TOKENS) ceil(N / ROWS)), block (THREADS): blocks take tiles in turn;
+// Shapes    x [T,K] f16; w0, w1, w2 [n0|n1|n2,row_bytes] packed: up to three matrices; out0, out1, out2 the first products of
+//           each, f32 or f16, out_columns elements from row to row; K % 8 == 0
+// Launch    grid (any, at most the tiles: ceil(T / TOKENS) (ceil(n0 / ROWS) + ..)), block (THREADS): blocks take tiles in turn;
 //           neighbours share w
 // Shared    dynamic, see common/product_wgmma.cuh
 // Sync      see common/product_wgmma.cuh
@@ -33,19 +34,30 @@ struct DenseTile {
     DEVICE out_t* row_of_out(int t) const { return t < tokens ? out + static_cast<i64>(t) * out_columns : nullptr; }
 };
 
-KERNEL(THREADS) mul_mat_wgmma(const f16* RESTRICT x, const u8* RESTRICT w, out_t* RESTRICT out, i64 row_bytes, i32 T,
-                              i32 N, i32 K, i32 out_columns) {
+KERNEL(THREADS) mul_mat_wgmma(const f16* RESTRICT x, const u8* RESTRICT w0, const u8* RESTRICT w1, const u8* RESTRICT w2,
+                              out_t* RESTRICT out0, out_t* RESTRICT out1, out_t* RESTRICT out2, i64 row_bytes, i32 T,
+                              i32 n0, i32 n1, i32 n2, i32 K, i32 out_columns) {
     GRID_DEPENDENCY();
     SHARED ProductPlaces places;
     const i32 columns = (T + TOKENS - 1) / TOKENS;
-    product_run(places, (N + ROWS - 1) / ROWS * columns, row_bytes, K, [&](i32 i) {
-        const i32 first_t = i % columns * TOKENS, first_n = i / columns * ROWS;
+    const i32 parts0 = (n0 + ROWS - 1) / ROWS, parts1 = (n1 + ROWS - 1) / ROWS, parts2 = (n2 + ROWS - 1) / ROWS;
+    product_run(places, (parts0 + parts1 + parts2) * columns, row_bytes, K, [&](i32 i) {
+        const i32 first_t = i % columns * TOKENS;
+        i32 part = i / columns;
+        const u8* w = w0;
+        out_t* out = out0;
+        i32 n = n0;
+        if (part >= parts0) {
+            part -= parts0, w = w1, out = out1, n = n1;
+            if (part >= parts1) part -= parts1, w = w2, out = out2, n = n2;
+        }
+        const i32 first_n = part * ROWS;
         return DenseTile{x + static_cast<i64>(first_t) * K,
                          w + first_n * row_bytes,
                          out + static_cast<i64>(first_t) * out_columns + first_n,
                          out_columns,
                          min(T - first_t, static_cast<i32>(TOKENS)),
-                         min(N - first_n, static_cast<i32>(ROWS)),
+                         min(n - first_n, static_cast<i32>(ROWS)),
                          out_columns % 2 == 0 && reinterpret_cast<u64>(out) % (2 * sizeof(out_t)) == 0};
     });
 }

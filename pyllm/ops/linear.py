@@ -91,7 +91,11 @@ def plan_linear(
         for weight in weights:
             half, scratch = _part(scratch, (num_tokens, weight.shape[0]))
             halves.append(half)
-            launches += plan_products(target, Products(x, [weight], half, norm=norm), scratch)
+        if is_thin(target, num_tokens):
+            for weight, half in zip(weights, halves, strict=True):
+                launches += plan_products(target, Products(x, [weight], half, norm=norm), scratch)
+        else:
+            launches += plan_products(target, Products(x, weights, halves[0], apart=halves), scratch)
         plan = GATES[gate].plan
         assert plan is not None
         return [*launches, *plan(target, *halves, out)]

@@ -23,7 +23,7 @@ import numpy as np
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_held import Held
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
-from pyllm.ops.product_wgmma import uses_wgmma, wgmma_launch
+from pyllm.ops.product_wgmma import WGMMA_MATRICES, uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
@@ -92,6 +92,7 @@ class Products:
         bias: [sum of rows] float32, or None.
         norm: applied to x first; few tokens only (`fuses_norm`).
         gate: over the products of two matrices, which are then as wide as out; few tokens only.
+        apart: in place of out, an array of its own for each matrix, all of one width; not for few tokens.
     """
 
     x: Any
@@ -101,6 +102,7 @@ class Products:
     bias: Any = None
     norm: Norm | None = None
     gate: Gate = Gate.NONE
+    apart: Sequence[Any] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -131,23 +133,65 @@ def fuses_gate(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bo
 def plan_products(target: Target, products: Products, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
     """All launches; a bias is a part of them for few tokens only (`bias_launch`)."""
     launches: list[KernelLaunch | GemmLaunch] = []
-    x, num_tokens, column = products.x, products.num_tokens, 0
+    x, num_tokens = products.x, products.num_tokens
     if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
         x, scratch = scratch[: x.size].reshape(x.shape), scratch[-(-x.size // 8) * 8 :]
         launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
     if is_thin(target, num_tokens):
         return [*launches, *_thin_launches(target, replace(products, x=x), scratch)]
-    for weight in products.weights:
-        out, columns = products.out.reshape(-1)[column:], products.out.shape[1]
-        output = Output.of(out, products.accumulate)
-        if uses_library(target, num_tokens, weight):
-            launches += _library_launches(x, products, weight, column, scratch)
-        elif uses_wgmma(target, weight.qtype):
-            launches.append(wgmma_launch(target, x, weight, out, columns, int(output)))
-        else:
-            launches.append(tile_launch(target, products.x, weight, out, columns, int(output)))
-        column += weight.shape[0]
+    for (wgmma, _), group in groupby(_places(products), key=lambda place: _kind(target, num_tokens, place.weight)):
+        places = list(group)
+        if wgmma:
+            launches += _wgmma_launches(target, x, places, products.accumulate)
+            continue
+        for place in places:
+            if uses_library(target, num_tokens, place.weight):
+                launches += _library_launches(x, place, products.accumulate, scratch)
+            else:
+                output = int(Output.of(place.out, products.accumulate))
+                launches.append(tile_launch(target, products.x, place.weight, place.first, place.width, output))
     return launches
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the products with a matrix go: columns of out from `column` on."""
+
+    weight: Weight
+    out: Any
+    column: int
+
+    @property
+    def first(self) -> Any:
+        """The first of them and all behind it."""
+        return self.out.reshape(-1)[self.column :]
+
+    @property
+    def width(self) -> int:
+        return int(self.out.shape[1])
+
+
+def _places(products: Products) -> Iterator[_Place]:
+    if products.apart:
+        yield from (_Place(weight, out, 0) for weight, out in zip(products.weights, products.apart, strict=True))
+        return
+    column = 0
+    for weight in products.weights:
+        yield _Place(weight, products.out, column)
+        column += weight.shape[0]
+
+
+def _kind(target: Target, num_tokens: int, weight: Weight) -> tuple[bool, QuantType]:
+    """Neighbours of the same kind may share a launch of `mul_mat_wgmma`, if that is what they take."""
+    library = uses_library(target, num_tokens, weight)
+    return not library and uses_wgmma(target, weight.qtype), weight.qtype
+
+
+def _wgmma_launches(target: Target, x: Any, places: Sequence[_Place], accumulate: bool) -> Iterator[KernelLaunch]:
+    for first in range(0, len(places), WGMMA_MATRICES):
+        some = places[first : first + WGMMA_MATRICES]
+        weights, outs = [place.weight for place in some], [place.first for place in some]
+        yield wgmma_launch(target, x, weights, outs, some[0].width, int(Output.of(some[0].out, accumulate)))
 
 
 def _thin_groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
@@ -384,17 +428,16 @@ def _rows_at_once(k: int) -> int:
     return max(1, LIBRARY_SCRATCH // k)
 
 
-def _library_launches(
-    x: Any, products: Products, weight: Weight, column: int, scratch: Any
-) -> list[KernelLaunch | GemmLaunch]:
+def _library_launches(x: Any, place: _Place, accumulate: bool, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
     """The weight as float16, in pieces that fit into the scratch, times x in float16."""
+    weight = place.weight
     n, k = weight.shape
     launches: list[KernelLaunch | GemmLaunch] = []
     for first in range(0, n, _rows_at_once(k)):
         rows = min(n - first, _rows_at_once(k))
         decoded = scratch[: rows * k].reshape(rows, k)
         launches.append(decode_launch(weight.array[first : first + rows], weight.qtype, weight.row_bytes, decoded))
-        launches.append(GemmLaunch(x, decoded, products.out, column + first, products.accumulate))
+        launches.append(GemmLaunch(x, decoded, place.out, place.column + first, accumulate))
     return launches
 
 

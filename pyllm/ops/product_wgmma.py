@@ -3,6 +3,7 @@ rawkernels/common/product_wgmma.cuh."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ BK = 64
 SHARED_OF_BLOCK, SHARED_OF_ALL = 227 << 10, 228 << 10  # bytes: at most, and of all blocks of a multiprocessor
 RESERVED = 1 << 10  # bytes of each block that are the system's
 STATIC_SHARED = 256  # bytes: the kernel's signals
+WGMMA_MATRICES = 3  # of one launch
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,11 @@ class WgmmaTile:
         block = self.shared_bytes(qtype) + STATIC_SHARED
         return block <= SHARED_OF_BLOCK and self.blocks * (block + RESERVED) <= SHARED_OF_ALL
 
-    def num_tiles(self, num_tokens: int, num_rows: int) -> int:
-        """How many a product has."""
-        return -(-num_tokens // self.tokens) * -(-num_rows // self.rows)
+    def num_tiles(self, num_tokens: int, num_rows: Sequence[int]) -> int:
+        """How many products with several matrices have."""
+        return -(-num_tokens // self.tokens) * sum(-(-rows // self.rows) for rows in num_rows)
 
-    def cost(self, num_tokens: int, num_rows: int, multiprocessors: int) -> int:
+    def cost(self, num_tokens: int, num_rows: Sequence[int], multiprocessors: int) -> int:
         """About how long all waves of blocks take, in ns per step of K."""
         waves, rest = divmod(self.num_tiles(num_tokens, num_rows), multiprocessors * self.blocks)
         return waves * self.costs[-1] + (self.costs[-(-rest // multiprocessors) - 1] if rest else 0)
@@ -102,8 +104,8 @@ TILES = (
 EXPERT_TOKENS = (32, 64, 128, 256)  # that lists of experts may have in a tile
 
 
-def product_tile(target: Target, num_tokens: int, num_rows: int, qtype: QuantType) -> WgmmaTile:
-    """The tile for a product: that whose waves of blocks take the least time."""
+def product_tile(target: Target, num_tokens: int, num_rows: Sequence[int], qtype: QuantType) -> WgmmaTile:
+    """The tile for products with matrices of so many rows: that whose waves of blocks take the least time."""
     return for_type(min(TILES, key=lambda tile: tile.cost(num_tokens, num_rows, target.multiprocessors)), qtype)
 
 
@@ -125,32 +127,34 @@ def for_type(tile: WgmmaTile, qtype: QuantType) -> WgmmaTile:
 def wgmma_launch(
     target: Target,
     x: Any,
-    weight: Weight,
-    out: Any,
+    weights: Sequence[Weight],
+    outs: Sequence[Any],
     out_columns: int,
     output: int = 0,
     tile: WgmmaTile | None = None,
 ) -> KernelLaunch:
-    """x times a weight by `mul_mat_wgmma`.
+    """x times up to WGMMA_MATRICES weights of one block type by `mul_mat_wgmma`.
 
     Args:
         x: [num_tokens, in_features] float16.
-        out: the products' first element and all behind it, float32 or float16.
-        out_columns: elements from one row of out to the next.
+        outs: of each weight, its products' first element and all behind it, float32 or float16.
+        out_columns: elements from one row of products to the next.
         output: 0: float32, 1: float16, 2: added to float32.
         tile: another one than `product_tile` has for the shapes.
     """
-    (num_tokens, k), n = x.shape, weight.shape[0]
-    tile = tile or product_tile(target, num_tokens, n, weight.qtype)
-    blocks = min(tile.num_tiles(num_tokens, n), target.multiprocessors * tile.blocks)
-    sizes = map(np.int32, (num_tokens, n, k, out_columns))
+    (num_tokens, k), first = x.shape, weights[0]
+    rows, spare = [weight.shape[0] for weight in weights], WGMMA_MATRICES - len(weights)
+    tile = tile or product_tile(target, num_tokens, rows, first.qtype)
+    blocks = min(tile.num_tiles(num_tokens, rows), target.multiprocessors * tile.blocks)
+    packed = [*(weight.array for weight in weights), *[first.array] * spare]
+    sizes = map(np.int32, (num_tokens, *rows, *[0] * spare, k, out_columns))
     return KernelLaunch(
         "mul_mat_wgmma",
         "mul_mat_wgmma",
         (blocks,),
         (tile.threads,),
-        (x, weight.array, out, np.int64(weight.row_bytes), *sizes),
-        tile.defines(weight.qtype, output),
-        tile.shared_bytes(weight.qtype),
+        (x, *packed, *outs, *[outs[0]] * spare, np.int64(first.row_bytes), *sizes),
+        tile.defines(first.qtype, output),
+        tile.shared_bytes(first.qtype),
         "sm_90a",
     )

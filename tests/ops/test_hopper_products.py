@@ -63,7 +63,7 @@ def in_tile(case: Case, tile: WgmmaTile, dtype: type = np.float32) -> Case:
     """A product of float16 in this tile, not in that of the plan."""
 
     def plan(target: Target, x: Any, weight: Any, scratch: Any, out: Any) -> list[KernelLaunch]:
-        return [wgmma_launch(target, x, weight, out, out.shape[1], int(out.dtype == np.float16), tile)]
+        return [wgmma_launch(target, x, [weight], [out], out.shape[1], int(out.dtype == np.float16), tile)]
 
     def arguments(rng: np.random.Generator) -> tuple[Any, ...]:
         x, weight, _, out = case.arguments(rng)
@@ -99,7 +99,19 @@ LINEAR_CASES = (
     linear_case((QuantType.Q4_K,), (97,), 200, 256, dtype=np.float16, accumulate=True),
     linear_case((QuantType.F16,), (98,), 70, 72, accumulate=True),
     linear_case((QuantType.Q4_K, QuantType.F32), (40, 24), 35, 256),
+    linear_case((QuantType.Q4_K,) * 3, (130, 33, 17), 35, 256, norm=True, bias=True),
+    linear_case((QuantType.F16,) * 4, (10, 70, 2, 66), 70, 72, dtype=np.float16),
+    linear_case((QuantType.Q8_0,) * 2, (140, 140), 35, 96, norm=True, gate=Gate.SILU),
 )
+
+
+def test_neighbours_of_a_type_share_a_launch(device: EmulatedDevice) -> None:
+    q4, q8 = QuantType.Q4_K, QuantType.Q8_0
+    for types, launches in (((q4, q4, q4), 1), ((q4, q8, q8), 2), ((q8, q8, q8, q8), 2)):
+        case = linear_case(types, (40,) * len(types), 35, 256, dtype=np.float16)
+        assert sources(device, case) == [("mul_mat_wgmma", "sm_90a")] * launches
+    gated = linear_case((q4, q4), (40, 40), 35, 256, dtype=np.float16, gate=Gate.SILU)
+    assert [source for source, _ in sources(device, gated)] == ["mul_mat_wgmma", "gate_mul"]
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
@@ -155,7 +167,9 @@ def test_only_hopper_gets_these() -> None:
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
 def test_tiles_fit_into_shared_memory(qtype: QuantType) -> None:
     tiles = [
-        product_tile(HOPPER, tokens, rows, qtype) for tokens in (33, 65, 129, 257, 2048) for rows in (8, 4096, 150_000)
+        product_tile(HOPPER, tokens, [rows], qtype)
+        for tokens in (33, 65, 129, 257, 2048)
+        for rows in (8, 4096, 150_000)
     ]
     tiles += [expert_tile(bm, qtype) for bm in EXPERT_TOKENS]
     assert all(tile.fits(qtype) and tile.x_stages >= 2 for tile in tiles)
@@ -172,5 +186,5 @@ def test_tiles_that_were_the_fastest_on_an_h200() -> None:
         (256, 4096, (64, 128)),
         (64, 4096, (64, 64)),
     ):
-        tile = product_tile(HOPPER, num_tokens, num_rows, QuantType.Q4_K)
+        tile = product_tile(HOPPER, num_tokens, [num_rows], QuantType.Q4_K)
         assert (tile.rows, tile.tokens) == fastest, (num_tokens, num_rows)
