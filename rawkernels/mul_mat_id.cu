@@ -1,7 +1,6 @@
 // mul_mat_id_vec: out[t,j] = x[t,j] w[experts[t,j]]^T for few (token, slot) pairs: each reads its expert's rows.
 //     GATE: silu of that, times the same product with w_up
 // mul_mat_id_tile: the same for many, on matrix instructions: a block computes one tile of one expert's pairs
-//     GATE: out becomes silu(out) times the product
 //
 // Shapes    x [T,x_slots,K] f32 or f16, x_slots 1 or num_used; experts [T,num_used] i32; w [num_experts,N,row_bytes]
 //           packed; out [T,num_used,N] f32 or f16; lists of group_experts; K % 8 == 0
@@ -11,15 +10,13 @@
 // Sync      vec: none; tile: see common/product.cuh
 // Numerics  f32 sums; w rounded to f16; vec: f32 products of x as it is; tile: x rounded to f16, saturated at 65504.
 //           A pair whose expert does not exist gets zeros (vec) or is left as it was (tile)
-// Defines   QTYPE; vec: ROWS, GATE, X_F16, OUTPUT 0 f32, 1 f16; tile: those of common/product.cuh; GATE or nothing
+// Defines   QTYPE; vec: ROWS, GATE, X_F16, OUTPUT 0 f32, 1 f16; tile: those of common/product.cuh
 // SharedLimit   sm_90=232448 sm_80=166912
 // Scratch   sm_80=8 sm_90=8
 // Compile   QTYPE=0,1,2,3,6,7,8,10,11,12,13,14,16,17,18,19,20,21,22,23,29,30,34,35,39,40 ROWS=2 GATE=0 X_F16=1
 //           OUTPUT=1; QTYPE=12 ROWS=2 GATE=0,1 X_F16=0,1 OUTPUT=0;
 //           QTYPE=12 BM=32,64 BN=64 BK=64 THREADS=128 X_STAGES=2 X_F16=1 STAGED=1 OUTPUT=1 @sm_90 @sm_80;
 //           QTYPE=12 BM=128 BN=128 BK=64 THREADS=128 X_STAGES=2 X_F16=1 STAGED=1 OUTPUT=1 @sm_90 @sm_80;
-//           QTYPE=12 BM=64 BN=64 BK=64 THREADS=128 X_STAGES=2 X_F16=1 STAGED=1 OUTPUT=0,1 GATE=1 @sm_90 @sm_80;
-//           QTYPE=12 BM=64 BN=128 BK=32 THREADS=256 X_STAGES=3 X_F16=0 STAGED=0 OUTPUT=1 GATE=1;
 //           QTYPE=1,12 BM=64 BN=128 BK=32 THREADS=256 X_STAGES=3 X_F16=0 STAGED=0 OUTPUT=0,1
 #include "common/platform.cuh"
 #include "quants/decode.cuh"

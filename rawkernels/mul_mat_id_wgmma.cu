@@ -1,7 +1,7 @@
 // mul_mat_id_wgmma: mul_mat_id_tile on Hopper's products of four warps: a tile is of one expert's (token, slot) pairs
 //
 // Shapes    x [T,x_slots,K] f16, x_slots 1 or num_used; lists of group_experts with tiles of TOKENS pairs; w [num_experts,N,
-//           row_bytes] packed; out [T,num_used,N] f32 or f16; GATE: it becomes silu(out) times the product; K % 8 == 0
+//           row_bytes] packed; out [T,num_used,N] f32 or f16; K % 8 == 0
 // Launch    grid (any), block (THREADS): blocks take tiles in turn; neighbours share x
 // Shared    dynamic, see common/product_wgmma.cuh
 // Sync      see common/product_wgmma.cuh
@@ -11,7 +11,6 @@
 // SharedLimit   sm_90a=232448
 // Scratch   sm_90a=96
 // Compile   QTYPE=8,12 ROWS=128 TOKENS=256 GRAIN=32 X_STAGES=4 W_STAGES=3 CONSUMERS=2 DECODERS=2 BLOCKS=1 OUTPUT=0,1;
-//           QTYPE=8,12 ROWS=128 TOKENS=256 GRAIN=32 X_STAGES=4 W_STAGES=3 CONSUMERS=2 DECODERS=2 BLOCKS=1 OUTPUT=1 GATE=1;
 //           QTYPE=14 ROWS=128 TOKENS=256 GRAIN=32 X_STAGES=3 W_STAGES=3 CONSUMERS=2 DECODERS=2 BLOCKS=1 OUTPUT=1;
 //           QTYPE=12 ROWS=128 TOKENS=64,128 GRAIN=32 X_STAGES=4 W_STAGES=4 CONSUMERS=2 DECODERS=2 BLOCKS=1 OUTPUT=1;
 //           QTYPE=1 ROWS=128 TOKENS=64,128,256 GRAIN=32 X_STAGES=4 W_STAGES=4 CONSUMERS=2 DECODERS=0 BLOCKS=1 OUTPUT=1

@@ -8,7 +8,7 @@ import numpy as np
 
 from pyllm.ops.check import check_array, require
 from pyllm.ops.group_experts import ExpertLists
-from pyllm.ops.mul_mat_id import check_mul_mat_id, few_pairs_launch, mul_mat_id_launch, mul_mat_id_ref, without_lists
+from pyllm.ops.mul_mat_id import check_mul_mat_id, few_pairs_launch, mul_mat_id_ref, plan_mul_mat_id, without_lists
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.silu_mul import plan_silu_mul, silu_mul_ref
 from pyllm.weight import Weight
@@ -34,25 +34,22 @@ def gated_mul_mat_id_ref(
 
 
 def gate_needs_scratch(target: Target | None, num_pairs: int, gate: Weight, up: Weight) -> bool:
-    """Whether products of `up` are kept in scratch: few pairs, but no kernel for both types at once."""
-    return target is not None and without_lists(target, num_pairs, up) and not _at_once(target, num_pairs, gate, up)
-
-
-def _at_once(target: Target, num_pairs: int, gate: Weight, up: Weight) -> bool:
-    return gate.qtype == up.qtype and without_lists(target, num_pairs, gate)
+    """Whether products of `up` are kept in scratch: where one kernel cannot do both."""
+    return target is not None and (gate.qtype != up.qtype or not without_lists(target, num_pairs, gate))
 
 
 def plan_gated_mul_mat_id(
     target: Target, x: Any, experts: Any, gate: Weight, up: Weight, lists: ExpertLists | None, scratch: Any, out: Any
 ) -> list[KernelLaunch]:
-    if _at_once(target, experts.size, gate, up):
-        return [few_pairs_launch(target, x, experts, gate, up, out, gate=1)]
-    gates = mul_mat_id_launch(target, x, experts, gate, lists, out)
     if scratch is None:
-        return [gates, mul_mat_id_launch(target, x, experts, up, lists, out, gate=1)]
+        return [few_pairs_launch(target, x, experts, gate, up, out, gate=1)]
     flat = (experts.size, out.shape[2])
-    ups = mul_mat_id_launch(target, x, experts, up, lists, scratch)
-    return [gates, ups, *plan_silu_mul(target, out.reshape(flat), scratch.reshape(flat), out.reshape(flat))]
+    gates, ups = out.reshape(flat), scratch.reshape(flat)
+    return [
+        *plan_mul_mat_id(target, x, experts, gate, lists, out),
+        *plan_mul_mat_id(target, x, experts, up, lists, scratch),
+        *plan_silu_mul(target, gates, ups, gates),
+    ]
 
 
 GATED_MUL_MAT_ID = Op("gated_mul_mat_id", gated_mul_mat_id_ref, plan_gated_mul_mat_id)
@@ -75,8 +72,7 @@ def gated_mul_mat_id(
         gate, up: [num_experts, out_features, in_features], any block types.
         scratch: like out where `gate_needs_scratch(...)`, else None; overwritten.
 
-    Numerics: as mul_mat_id; unless one launch does all, products with `gate`, with scratch those with `up`, too, are
-        rounded to the type of out before they are multiplied.
+    Numerics: as mul_mat_id; with scratch the products are rounded to the type of out before they are multiplied.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

@@ -76,22 +76,13 @@ def expert_tile_rows(target: Target | None, num_pairs: int, *weights: Weight) ->
 def plan_mul_mat_id(
     target: Target, x: Any, experts: Any, weight: Weight, lists: ExpertLists | None, out: Any
 ) -> list[KernelLaunch]:
-    return [mul_mat_id_launch(target, x, experts, weight, lists, out)]
-
-
-def mul_mat_id_launch(
-    target: Target, x: Any, experts: Any, weight: Weight, lists: ExpertLists | None, out: Any, gate: int = 0
-) -> KernelLaunch:
-    """With `gate`, out becomes silu(out) times the product; with lists only."""
     num_experts, n, k = weight.shape
     require(k % 8 == 0, "mul_mat_id", f"rows of {weight.name} are not a multiple of 8 long")
     num_used, num_pairs, x_slots = experts.shape[1], experts.size, x.shape[1]
     output, row_bytes = int(out.dtype == np.float16), np.int64(weight.row_bytes)
     if without_lists(target, num_pairs, weight):
-        assert not gate
-        return few_pairs_launch(target, x, experts, weight, weight, out)
+        return [few_pairs_launch(target, x, experts, weight, weight, out)]
     assert lists is not None
-    in_place = {"GATE": gate} if gate else {}
     sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
     args = (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes))
     most_tiles = ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)
@@ -99,12 +90,12 @@ def mul_mat_id_launch(
         large = expert_tile(lists.bm, weight.qtype)
         blocks = min(most_tiles * -(-n // large.rows), target.multiprocessors * large.blocks)
         source, shared = "mul_mat_id_wgmma", large.shared_bytes(weight.qtype)
-        defines = large.defines(weight.qtype, output) | in_place
-        return KernelLaunch(source, source, (blocks,), (large.threads,), args, defines, shared, "sm_90a")
+        defines = large.defines(weight.qtype, output)
+        return [KernelLaunch(source, source, (blocks,), (large.threads,), args, defines, shared, "sm_90a")]
     tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
     grid = (-(-n // tile.bn), most_tiles)
-    defines, shared = tile.defines(weight.qtype, x, output) | in_place, tile.shared_bytes(weight.qtype)
-    return KernelLaunch("mul_mat_id", "mul_mat_id_tile", grid, (tile.threads,), args, defines, shared)
+    defines, shared = tile.defines(weight.qtype, x, output), tile.shared_bytes(weight.qtype)
+    return [KernelLaunch("mul_mat_id", "mul_mat_id_tile", grid, (tile.threads,), args, defines, shared)]
 
 
 def few_pairs_launch(

@@ -5,12 +5,8 @@
 // of a row takes PITCH bytes of shared memory.
 //
 // Defines   QTYPE; OUTPUT: 0 float32, 1 float16 (saturated), 2 added to float32
-//           GATE, where given: 1: out, of either type, becomes silu(out) * product; 2: gelu
 #pragma once
-#ifndef GATE
-#define GATE 0
-#endif
-#include "common/gates.cuh"
+#include "common/platform.cuh"
 #include "quants/decode.cuh"
 
 constexpr bool COPIED = QTYPE == 1;  // rows that are f16 already are copied as they are
@@ -64,27 +60,12 @@ struct alignas(8) f32x2 {
     float x, y;
 };
 
-constexpr bool READS_OUT = OUTPUT == 2 || GATE;
-
-DEVICE float product_of(float before, float value) {
-#if GATE
-    return gated(before, value);
-#else
-    return OUTPUT == 2 ? before + value : value;
-#endif
-}
-
-DEVICE void product_put(float* target, float value) { *target = product_of(READS_OUT ? *target : 0, value); }
-DEVICE void product_put(f16* target, float value) {
-    *target = to_f16_saturated(product_of(READS_OUT ? to_f32(*target) : 0, value));
-}
+DEVICE void product_put(float* target, float value) { *target = OUTPUT == 2 ? *target + value : value; }
+DEVICE void product_put(f16* target, float value) { *target = to_f16_saturated(value); }
 
 // Two elements side by side, aligned as one.
 DEVICE f32x2 product_pair(const float* source) { return *reinterpret_cast<const f32x2*>(source); }
-DEVICE f32x2 product_pair(const f16* source) {
-    const u32 pair = *reinterpret_cast<const u32*>(source);
-    return {low_half(pair), high_half(pair)};
-}
+DEVICE f32x2 product_pair(const f16*) { return {0, 0}; }
 DEVICE void product_set_pair(float* target, float first, float second) {
     *reinterpret_cast<f32x2*>(target) = f32x2{first, second};
 }
@@ -94,6 +75,6 @@ DEVICE void product_set_pair(f16* target, float first, float second) {
 
 template <typename T>
 DEVICE void product_put_pair(T* target, float first, float second) {
-    const f32x2 before = READS_OUT ? product_pair(target) : f32x2{0, 0};
-    product_set_pair(target, product_of(before.x, first), product_of(before.y, second));
+    const f32x2 before = OUTPUT == 2 ? product_pair(target) : f32x2{0, 0};
+    product_set_pair(target, before.x + first, before.y + second);
 }

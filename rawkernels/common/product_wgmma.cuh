@@ -280,14 +280,14 @@ DEVICE void store_products(const float (&sum)[N / 2], const Tile& tile, i32 n) {
         for (int j = 0; j < STORED; j++) {
             rows[j] = tile.row_of_out((first + j) / 2 * 8 + LANE() % 4 * 2 + (first + j) % 2);
             before[j] = {0, 0};
-            if (READS_OUT && both && rows[j] != nullptr) before[j] = product_pair(rows[j] + n);
+            if (OUTPUT == 2 && both && rows[j] != nullptr) before[j] = product_pair(rows[j] + n);
         }
 #pragma unroll
         for (int j = 0; j < STORED; j++) {
             const int i = (first + j) / 2 * 4 + (first + j) % 2;
             if (rows[j] == nullptr) continue;
             if (both) {
-                product_set_pair(rows[j] + n, product_of(before[j].x, sum[i]), product_of(before[j].y, sum[i + 2]));
+                product_set_pair(rows[j] + n, before[j].x + sum[i], before[j].y + sum[i + 2]);
             } else {
                 if (n < tile.num_rows) product_put(rows[j] + n, sum[i]);
                 if (n + 1 < tile.num_rows) product_put(rows[j] + n + 1, sum[i + 2]);

@@ -11,7 +11,7 @@ import pytest
 
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.kernel_check import Case, check_case
-from pyllm.kernel_expert_cases import gated_mul_mat_id_case, mul_mat_id_case
+from pyllm.kernel_expert_cases import mul_mat_id_case
 from pyllm.kernel_product_cases import linear_case, mul_mat_case
 from pyllm.kernel_samples import HALF
 from pyllm.ops.op import KernelLaunch, Op, Target
@@ -131,19 +131,6 @@ EXPERT_CASES = (
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_experts(device: EmulatedDevice, case: Case) -> None:
     """Experts that nobody chose, tiles that end early, more blocks than tiles."""
-    check(device, case, "mul_mat_id_wgmma")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q6_K, 70, 64, 33, np.float16),
-        gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 90, 128, 40, np.float16),
-    ],
-    ids=str,
-)
-def test_second_products_go_through_the_gate_in_place(device: EmulatedDevice, case: Case) -> None:
-    assert sources(device, case) == [("mul_mat_id_wgmma", "sm_90a")] * 2
     check(device, case, "mul_mat_id_wgmma")
 
 
