@@ -23,7 +23,7 @@ import numpy as np
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_held import Held
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
-from pyllm.ops.product_wgmma import WGMMA_MATRICES, uses_wgmma, wgmma_launch
+from pyllm.ops.product_wgmma import WGMMA_MATRICES, gains_together, uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
@@ -188,10 +188,13 @@ def _kind(target: Target, num_tokens: int, weight: Weight) -> tuple[bool, QuantT
 
 
 def _wgmma_launches(target: Target, x: Any, places: Sequence[_Place], accumulate: bool) -> Iterator[KernelLaunch]:
+    num_tokens, output = x.shape[0], int(Output.of(places[0].out, accumulate))
     for first in range(0, len(places), WGMMA_MATRICES):
         some = places[first : first + WGMMA_MATRICES]
-        weights, outs = [place.weight for place in some], [place.first for place in some]
-        yield wgmma_launch(target, x, weights, outs, some[0].width, int(Output.of(some[0].out, accumulate)))
+        together = gains_together(target, num_tokens, [place.weight.shape[0] for place in some])
+        for group in [some] if together else [[place] for place in some]:
+            weights, outs = [place.weight for place in group], [place.first for place in group]
+            yield wgmma_launch(target, x, weights, outs, group[0].width, output)
 
 
 def _thin_groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:

@@ -20,6 +20,7 @@ SHARED_OF_BLOCK, SHARED_OF_ALL = 227 << 10, 228 << 10  # bytes: at most, and of 
 RESERVED = 1 << 10  # bytes of each block that are the system's
 STATIC_SHARED = 256  # bytes: the kernel's signals
 WGMMA_MATRICES = 3  # of one launch
+TOGETHER = 0.85  # of the time apart: with 0.91 it was longer (BENCHMARKS.md)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,15 @@ EXPERT_TOKENS = (32, 64, 128, 256)  # that lists of experts may have in a tile
 def product_tile(target: Target, num_tokens: int, num_rows: Sequence[int], qtype: QuantType) -> WgmmaTile:
     """The tile for products with matrices of so many rows: that whose waves of blocks take the least time."""
     return for_type(min(TILES, key=lambda tile: tile.cost(num_tokens, num_rows, target.multiprocessors)), qtype)
+
+
+def gains_together(target: Target, num_tokens: int, num_rows: Sequence[int]) -> bool:
+    """Whether products with several matrices take clearly less time in one launch than in one each."""
+
+    def cost(rows: Sequence[int]) -> int:
+        return min(tile.cost(num_tokens, rows, target.multiprocessors) for tile in TILES)
+
+    return cost(num_rows) <= TOGETHER * sum(cost([rows]) for rows in num_rows)
 
 
 def expert_tile(bm: int, qtype: QuantType) -> WgmmaTile:

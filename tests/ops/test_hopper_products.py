@@ -22,6 +22,7 @@ from pyllm.ops.product_wgmma import (
     WgmmaTile,
     expert_tile,
     for_type,
+    gains_together,
     product_tile,
     uses_wgmma,
     wgmma_launch,
@@ -112,6 +113,17 @@ def test_neighbours_of_a_type_share_a_launch(device: EmulatedDevice) -> None:
         assert sources(device, case) == [("mul_mat_wgmma", "sm_90a")] * launches
     gated = linear_case((q4, q4), (40, 40), 35, 256, dtype=np.float16, gate=Gate.SILU)
     assert [source for source, _ in sources(device, gated)] == ["mul_mat_wgmma", "gate_mul"]
+
+
+def test_matrices_that_fill_a_gpu_alone_stay_apart() -> None:
+    for num_tokens, rows, together in (
+        (128, (4096, 1024, 1024), True),
+        (512, (4096, 1024, 1024), True),
+        (128, (12288, 12288), False),
+        (512, (12288, 12288), True),
+        (2048, (1024, 1024), True),
+    ):
+        assert gains_together(HOPPER, num_tokens, rows) == together, (num_tokens, rows)
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
