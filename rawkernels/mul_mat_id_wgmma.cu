@@ -22,6 +22,7 @@ struct ExpertTile {
     const u8* w;
     out_t* out;
     i32 N, pairs_of_row;  // of x
+    i32 depth;
     int tokens, num_rows;
     bool in_pairs;
 
@@ -47,6 +48,7 @@ KERNEL(THREADS) mul_mat_id_wgmma(const f16* RESTRICT x, const i32* RESTRICT list
                           out + first_n,
                           N,
                           x_slots == 1 ? num_used : 1,
+                          K,
                           min(starts[expert + 1] - first_pair, static_cast<i32>(TOKENS)),
                           min(N - first_n, static_cast<i32>(ROWS)),
                           N % 2 == 0 && reinterpret_cast<u64>(out) % (2 * sizeof(out_t)) == 0};

@@ -1,9 +1,10 @@
 // mul_mat_wgmma: out = x @ w.T for many tokens on Hopper's products of four warps; packed weights are decoded on the way
 //
 // Shapes    x [T,K] f16; w0, w1, w2 [n0|n1|n2,row_bytes] packed: up to three matrices; out0, out1, out2 the first products of
-//           each, f32 or f16, out_columns elements from row to row; K % 8 == 0
-// Launch    grid (any, at most the tiles: ceil(T / TOKENS) (ceil(n0 / ROWS) + ..)), block (THREADS): blocks take tiles in turn;
-//           neighbours share w
+//           each, f32 or f16, out_columns elements from row to row; K % 8 == 0. With several shares of k, K is a multiple of
+//           256, and out0 etc. are the first of share 0, [shares, T, out_columns]
+// Launch    grid (any, at most the tiles: shares ceil(T / TOKENS) (ceil(n0 / ROWS) + ..)), block (THREADS): blocks take tiles in
+//           turn; neighbours share w
 // Shared    dynamic, see common/product_wgmma.cuh
 // Sync      see common/product_wgmma.cuh
 // Numerics  f16 operands; f32 sums
@@ -26,7 +27,7 @@ struct DenseTile {
     const f16* x;
     const u8* w;
     out_t* out;
-    i32 out_columns;
+    i32 out_columns, depth;
     int tokens, num_rows;
     bool in_pairs;
 
@@ -34,16 +35,21 @@ struct DenseTile {
     DEVICE out_t* row_of_out(int t) const { return t < tokens ? out + static_cast<i64>(t) * out_columns : nullptr; }
 };
 
+// Whole chunks of 256, but for the end.
+DEVICE i32 share_begin(i32 share, i32 shares, i32 K) { return share == shares ? K : K / 256 * share / shares * 256; }
+
 KERNEL(THREADS) mul_mat_wgmma(const f16* RESTRICT x, const u8* RESTRICT w0, const u8* RESTRICT w1, const u8* RESTRICT w2,
                               out_t* RESTRICT out0, out_t* RESTRICT out1, out_t* RESTRICT out2, i64 row_bytes, i32 T,
-                              i32 n0, i32 n1, i32 n2, i32 K, i32 out_columns) {
+                              i32 n0, i32 n1, i32 n2, i32 K, i32 out_columns, i32 shares) {
     GRID_DEPENDENCY();
     SHARED ProductPlaces places;
     const i32 columns = (T + TOKENS - 1) / TOKENS;
     const i32 parts0 = (n0 + ROWS - 1) / ROWS, parts1 = (n1 + ROWS - 1) / ROWS, parts2 = (n2 + ROWS - 1) / ROWS;
-    product_run(places, (parts0 + parts1 + parts2) * columns, row_bytes, K, [&](i32 i) {
-        const i32 first_t = i % columns * TOKENS;
-        i32 part = i / columns;
+    const i32 parts = parts0 + parts1 + parts2;
+    product_run(places, parts * columns * shares, row_bytes, K, [&](i32 i) {
+        const i32 first_t = i % columns * TOKENS, share = i / columns / parts;
+        const i32 first_k = share_begin(share, shares, K), end = share_begin(share + 1, shares, K);
+        i32 part = i / columns % parts;
         const u8* w = w0;
         out_t* out = out0;
         i32 n = n0;
@@ -52,10 +58,11 @@ KERNEL(THREADS) mul_mat_wgmma(const f16* RESTRICT x, const u8* RESTRICT w0, cons
             if (part >= parts1) part -= parts1, w = w2, out = out2, n = n2;
         }
         const i32 first_n = part * ROWS;
-        return DenseTile{x + static_cast<i64>(first_t) * K,
-                         w + first_n * row_bytes,
-                         out + static_cast<i64>(first_t) * out_columns + first_n,
+        return DenseTile{x + static_cast<i64>(first_t) * K + first_k,
+                         w + first_n * row_bytes + first_k / BLOCK_SIZE * BLOCK_BYTES,
+                         out + (static_cast<i64>(share) * T + first_t) * out_columns + first_n,
                          out_columns,
+                         end - first_k,
                          min(T - first_t, static_cast<i32>(TOKENS)),
                          min(n - first_n, static_cast<i32>(ROWS)),
                          out_columns % 2 == 0 && reinterpret_cast<u64>(out) % (2 * sizeof(out_t)) == 0};

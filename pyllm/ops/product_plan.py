@@ -23,7 +23,7 @@ import numpy as np
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_held import Held
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
-from pyllm.ops.product_wgmma import WGMMA_MATRICES, gains_together, uses_wgmma, wgmma_launch
+from pyllm.ops.product_wgmma import WGMMA_MATRICES, Cut, for_type, gains_together, product_cut, uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
@@ -35,6 +35,7 @@ FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
 SUM_THREADS = 128
+MOST_SHARES = 8  # of k, of products of many tokens
 SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory, ...
 WHOLE_X_TOKENS = 16  # ... and beyond these in pieces
 WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
@@ -142,7 +143,7 @@ def plan_products(target: Target, products: Products, scratch: Any) -> list[Kern
     for (wgmma, _), group in groupby(_places(products), key=lambda place: _kind(target, num_tokens, place.weight)):
         places = list(group)
         if wgmma:
-            launches += _wgmma_launches(target, x, places, products.accumulate)
+            launches += _wgmma_launches(target, x, places, products.accumulate, scratch)
             continue
         for place in places:
             if uses_library(target, num_tokens, place.weight):
@@ -187,14 +188,55 @@ def _kind(target: Target, num_tokens: int, weight: Weight) -> tuple[bool, QuantT
     return not library and uses_wgmma(target, weight.qtype), weight.qtype
 
 
-def _wgmma_launches(target: Target, x: Any, places: Sequence[_Place], accumulate: bool) -> Iterator[KernelLaunch]:
-    num_tokens, output = x.shape[0], int(Output.of(places[0].out, accumulate))
+def _wgmma_groups(
+    target: Target, num_tokens: int, places: Sequence[_Place], side_by_side: bool
+) -> Iterator[tuple[Sequence[_Place], Cut]]:
+    """Neighbours that one launch takes, and how."""
+    k, most_shares = places[0].weight.shape[1], MOST_SHARES if side_by_side else 1
+
+    def rows_of(places: Sequence[_Place]) -> list[int]:
+        return [place.weight.shape[0] for place in places]
+
     for first in range(0, len(places), WGMMA_MATRICES):
         some = places[first : first + WGMMA_MATRICES]
-        together = gains_together(target, num_tokens, [place.weight.shape[0] for place in some])
+        together = gains_together(target, num_tokens, rows_of(some), k, most_shares)
         for group in [some] if together else [[place] for place in some]:
-            weights, outs = [place.weight for place in group], [place.first for place in group]
-            yield wgmma_launch(target, x, weights, outs, group[0].width, output)
+            yield group, product_cut(target, num_tokens, rows_of(group), k, most_shares)
+
+
+def _wgmma_launches(
+    target: Target, x: Any, places: Sequence[_Place], accumulate: bool, scratch: Any
+) -> Iterator[KernelLaunch]:
+    num_tokens, output = x.shape[0], Output.of(places[0].out, accumulate)
+    side_by_side = all(place.out is places[0].out for place in places)
+    for group, cut in _wgmma_groups(target, num_tokens, places, side_by_side):
+        weights, outs, width = [place.weight for place in group], [place.first for place in group], group[0].width
+        tile = for_type(cut.tile, weights[0].qtype)
+        if cut.shares == 1:
+            yield wgmma_launch(target, x, weights, outs, width, int(output), tile)
+            continue
+        columns = sum(weight.shape[0] for weight in weights)
+        parts = scratch[: parts_size(cut.shares, num_tokens, columns)].view(np.float32)
+        begins = np.cumsum([0, *(weight.shape[0] for weight in weights)])
+        of_each = [parts[begin:] for begin in begins[:-1]]
+        yield wgmma_launch(target, x, weights, of_each, columns, int(Output.F32), tile, cut.shares)
+        yield sum_launch(parts, None, outs[0], width, cut.shares, num_tokens, columns, output)
+
+
+def parts_size(shares: int, num_tokens: int, columns: int) -> int:
+    """float16 elements for the sums of several shares of k."""
+    return 2 * shares * num_tokens * columns
+
+
+def sum_launch(
+    parts: Any, bias: Any, out: Any, out_columns: int, shares: int, num_tokens: int, columns: int, output: Output
+) -> KernelLaunch:
+    """The sum of parts [shares, num_tokens, columns], and a bias or None, as columns of out."""
+    defines = {"OUTPUT": int(output), "BIAS": int(bias is not None), "THREADS": SUM_THREADS}
+    args = (parts, parts if bias is None else bias, out, *map(np.int32, (shares, num_tokens, columns, out_columns)))
+    return KernelLaunch(
+        "sum_parts", "sum_parts", (-(-columns // SUM_THREADS), num_tokens), (SUM_THREADS,), args, defines
+    )
 
 
 def _thin_groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
@@ -282,10 +324,8 @@ def _held_launches(
     name, grid, shared = "mul_mat_thin_held", (held.blocks, held.shares), held.shared_bytes(target)
     launches = [KernelLaunch(name, name, grid, (held.threads,), args, defines | held.defines(), shared)]
     if apart:
-        defines = {"OUTPUT": int(output), "BIAS": int(biased), "THREADS": SUM_THREADS}
-        of_sum = (parts, bias, out, *map(np.int32, (held.shares, num_tokens, columns, row_length)))
-        grid = (-(-columns // SUM_THREADS), num_tokens)
-        launches.append(KernelLaunch("sum_parts", "sum_parts", grid, (SUM_THREADS,), of_sum, defines))
+        bias = bias if biased else None
+        launches.append(sum_launch(parts, bias, out, row_length, held.shares, num_tokens, columns, output))
     return launches
 
 
@@ -419,12 +459,26 @@ def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[W
         n, k = weight.shape
         if uses_library(target, num_tokens, weight):
             decoded.append(min(n, _rows_at_once(k)) * k)
-    if target is not None and is_thin(target, num_tokens):
-        for some in _thin_groups(weights):
-            if held := Held.of(target, num_tokens, some[0], _tiles_of(some, False), 1):
-                decoded.append(held.scratch(num_tokens, sum(weight.shape[0] for weight in some)))
+    if target is not None:
+        decoded.append(_parts_scratch(target, num_tokens, weights))
     narrows = x_dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in weights)
     return max(decoded) + (-(-num_tokens * weights[0].shape[1] // 8) * 8 if narrows else 0)
+
+
+def _parts_scratch(target: Target, num_tokens: int, weights: Sequence[Weight]) -> int:
+    """What sums of several shares of k take, whether matrices go side by side or not."""
+    sizes = [0]
+    if is_thin(target, num_tokens):
+        for some in _thin_groups(weights):
+            if held := Held.of(target, num_tokens, some[0], _tiles_of(some, False), 1):
+                sizes.append(held.scratch(num_tokens, sum(weight.shape[0] for weight in some)))
+        return max(sizes)
+    places = [_Place(weight, None, 0) for weight in weights]
+    for (wgmma, _), same in groupby(places, key=lambda place: _kind(target, num_tokens, place.weight)):
+        for group, cut in _wgmma_groups(target, num_tokens, list(same), True) if wgmma else ():
+            columns = sum(place.weight.shape[0] for place in group)
+            sizes.append(parts_size(cut.shares, num_tokens, columns) if cut.shares > 1 else 0)
+    return max(sizes)
 
 
 def _rows_at_once(k: int) -> int:

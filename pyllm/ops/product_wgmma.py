@@ -20,7 +20,9 @@ SHARED_OF_BLOCK, SHARED_OF_ALL = 227 << 10, 228 << 10  # bytes: at most, and of 
 RESERVED = 1 << 10  # bytes of each block that are the system's
 STATIC_SHARED = 256  # bytes: the kernel's signals
 WGMMA_MATRICES = 3  # of one launch
-TOGETHER = 0.85  # of the time apart: with 0.91 it was longer (BENCHMARKS.md)
+SHARE_K = 256  # a multiple of which each share of k has
+SUM_TIME, SUM_TIME_OF_ELEMENT = 3000.0, 8 / 3500  # ns, of `sum_parts`: its launch, and 8 bytes of each element
+CLEAR_GAIN = 0.85  # of the time as it would be otherwise: where costs promised 0.91 it was longer (BENCHMARKS.md)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ class WgmmaTile:
         """How many products with several matrices have."""
         return -(-num_tokens // self.tokens) * sum(-(-rows // self.rows) for rows in num_rows)
 
-    def cost(self, num_tokens: int, num_rows: Sequence[int], multiprocessors: int) -> int:
-        """About how long all waves of blocks take, in ns per step of K."""
-        waves, rest = divmod(self.num_tiles(num_tokens, num_rows), multiprocessors * self.blocks)
+    def cost(self, num_tokens: int, num_rows: Sequence[int], multiprocessors: int, shares: int = 1) -> int:
+        """About how long all waves of blocks take, in ns per step of K; `shares`: of k, each with tiles of its own."""
+        tiles = self.num_tiles(num_tokens, num_rows) * shares
+        waves, rest = divmod(tiles, multiprocessors * self.blocks)
         return waves * self.costs[-1] + (self.costs[-(-rest // multiprocessors) - 1] if rest else 0)
 
 
@@ -105,18 +108,39 @@ TILES = (
 EXPERT_TOKENS = (32, 64, 128, 256)  # that lists of experts may have in a tile
 
 
-def product_tile(target: Target, num_tokens: int, num_rows: Sequence[int], qtype: QuantType) -> WgmmaTile:
-    """The tile for products with matrices of so many rows: that whose waves of blocks take the least time."""
-    return for_type(min(TILES, key=lambda tile: tile.cost(num_tokens, num_rows, target.multiprocessors)), qtype)
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut up: into tiles, and k into shares, whose sums `sum_parts` adds up.
+
+    Attributes:
+        time: about how long it takes, in ns.
+    """
+
+    tile: WgmmaTile
+    shares: int
+    time: float
 
 
-def gains_together(target: Target, num_tokens: int, num_rows: Sequence[int]) -> bool:
+def product_cut(target: Target, num_tokens: int, num_rows: Sequence[int], k: int, most_shares: int = 1) -> Cut:
+    """For matrices of so many rows with `k` elements, that which takes the least time; shares only for a clear gain."""
+    steps = -(-k // BK)
+
+    def best(shares: int) -> Cut:
+        costs = (tile.cost(num_tokens, num_rows, target.multiprocessors, shares) for tile in TILES)
+        cost, tile = min(zip(costs, TILES, strict=True), key=lambda pair: pair[0])
+        of_sum = SUM_TIME + shares * num_tokens * sum(num_rows) * SUM_TIME_OF_ELEMENT if shares > 1 else 0.0
+        return Cut(tile, shares, -(-steps // shares) * cost + of_sum)
+
+    alone = best(1)
+    several = range(2, min(most_shares, k // SHARE_K) + 1) if k % SHARE_K == 0 else ()
+    shared = min((best(shares) for shares in several), key=lambda cut: cut.time, default=alone)
+    return shared if shared.time <= CLEAR_GAIN * alone.time else alone
+
+
+def gains_together(target: Target, num_tokens: int, num_rows: Sequence[int], k: int, most_shares: int = 1) -> bool:
     """Whether products with several matrices take clearly less time in one launch than in one each."""
-
-    def cost(rows: Sequence[int]) -> int:
-        return min(tile.cost(num_tokens, rows, target.multiprocessors) for tile in TILES)
-
-    return cost(num_rows) <= TOGETHER * sum(cost([rows]) for rows in num_rows)
+    apart = sum(product_cut(target, num_tokens, [rows], k, most_shares).time for rows in num_rows)
+    return product_cut(target, num_tokens, num_rows, k, most_shares).time <= CLEAR_GAIN * apart
 
 
 def expert_tile(bm: int, qtype: QuantType) -> WgmmaTile:
@@ -140,8 +164,9 @@ def wgmma_launch(
     weights: Sequence[Weight],
     outs: Sequence[Any],
     out_columns: int,
-    output: int = 0,
-    tile: WgmmaTile | None = None,
+    output: int,
+    tile: WgmmaTile,
+    shares: int = 1,
 ) -> KernelLaunch:
     """x times up to WGMMA_MATRICES weights of one block type by `mul_mat_wgmma`.
 
@@ -150,14 +175,14 @@ def wgmma_launch(
         outs: of each weight, its products' first element and all behind it, float32 or float16.
         out_columns: elements from one row of products to the next.
         output: 0: float32, 1: float16, 2: added to float32.
-        tile: another one than `product_tile` has for the shapes.
+        tile: as `for_type` has it.
+        shares: of k. With several, outs are of the first, in float32, those of the next num_tokens * out_columns behind.
     """
     (num_tokens, k), first = x.shape, weights[0]
     rows, spare = [weight.shape[0] for weight in weights], WGMMA_MATRICES - len(weights)
-    tile = tile or product_tile(target, num_tokens, rows, first.qtype)
-    blocks = min(tile.num_tiles(num_tokens, rows), target.multiprocessors * tile.blocks)
+    blocks = min(tile.num_tiles(num_tokens, rows) * shares, target.multiprocessors * tile.blocks)
     packed = [*(weight.array for weight in weights), *[first.array] * spare]
-    sizes = map(np.int32, (num_tokens, *rows, *[0] * spare, k, out_columns))
+    sizes = map(np.int32, (num_tokens, *rows, *[0] * spare, k, out_columns, shares))
     return KernelLaunch(
         "mul_mat_wgmma",
         "mul_mat_wgmma",

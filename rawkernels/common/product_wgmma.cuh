@@ -4,8 +4,9 @@
 //   product_run(places, num_tiles, row_bytes, K, tile_of);   by all threads
 //
 // tile_of(i) describes tile i: up to ROWS rows of w times up to TOKENS rows of x. It has `tokens` and `num_rows`, how many there
-// are; `x` [any, K] and row_of_x(t), the number of the row that is token t, good for all t < TOKENS; `w`, the first of its rows;
-// row_of_out(t), where the products of token t < TOKENS go, or null; and `in_pairs`: those are aligned to two elements. K % 8 == 0.
+// are; `x`, of rows K apart, and row_of_x(t), the number of the row that is token t, good for all t < TOKENS; `w`, the first of its
+// rows; `depth`, of how many k, all from x and w on: to the ends of rows, or a multiple of CHUNK; row_of_out(t), where the products
+// of token t < TOKENS go, or null; and `in_pairs`: those are aligned to two elements. K % 8 == 0.
 //
 // Groups of four warps share the work, and run on over the ends of tiles:
 //   CONSUMERS multiply, each its part of the rows with all tokens: m64nNk16, where N is `tokens` rounded up to GRAIN;
@@ -143,8 +144,8 @@ DEVICE void product_copy(ProductPlaces& places, ProductRings& rings, const Tile&
     }
 
 #pragma unroll 1
-    for (i32 k0 = 0; k0 < K; k0 += BK) {
-        const bool there = k0 + 8 * piece < K;
+    for (i32 k0 = 0; k0 < tile.depth; k0 += BK) {
+        const bool there = k0 + 8 * piece < tile.depth;
         const i32 k = there ? k0 + 8 * piece : 0;  // what is not read must be a good address, too
         signal_wait(&places.x_done[rings.x.stage], rings.x.phase ^ 1);
         const u32 x_tile = x_address + rings.x.stage * X_TILE;
@@ -181,12 +182,11 @@ DEVICE void find_sources(const u8* (&sources)[ROUNDS], const Tile& tile, int fir
 }
 
 template <typename TileOf>
-DEVICE void product_decode(ProductPlaces& places, ProductRings& rings, i32 num_tiles, i64 row_bytes, i32 K,
+DEVICE void product_decode(ProductPlaces& places, ProductRings& rings, i32 num_tiles, i64 row_bytes,
                            const TileOf& tile_of) {
     const int warp = WARP_ID() - CONSUMERS * GROUP_WARPS;
     u8* const w_tiles = product_tiles() + X_STAGES * X_TILE;
     u8* const chunks = w_tiles + W_STAGES * W_TILE + warp * 2 * WARP_ROWS * PITCH;
-    const i32 num_chunks = (K + CHUNK - 1) / CHUNK;
     const int run_row = LANE() / 2, column = LANE() % 2 * 32;
 
     const u8* sources[ROUNDS];
@@ -212,6 +212,7 @@ DEVICE void product_decode(ProductPlaces& places, ProductRings& rings, i32 num_t
 #pragma unroll 1
     for (i32 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
         const auto tile = tile_of(i);
+        const i32 num_chunks = (tile.depth + CHUNK - 1) / CHUNK;
 #pragma unroll
         for (int r = 0; r < RUNS; r++) {
             lowest[r] = static_cast<u32>(reinterpret_cast<u64>(w_row(tile, first + run_row + 16 * r, row_bytes)));
@@ -231,7 +232,7 @@ DEVICE void product_decode(ProductPlaces& places, ProductRings& rings, i32 num_t
             const u8* const mine = chunks + (place * WARP_ROWS + run_row) * PITCH;
 #pragma unroll
             for (int step = 0; step < CHUNK_STEPS; step++) {
-                const i32 left = K - chunk * CHUNK - step * BK;
+                const i32 left = tile.depth - chunk * CHUNK - step * BK;
                 if (left <= 0) break;
                 u32 pairs[RUNS][4][4];
 #pragma unroll
@@ -297,7 +298,7 @@ DEVICE void store_products(const float (&sum)[N / 2], const Tile& tile, i32 n) {
 }
 
 template <int N, typename Tile>
-DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Tile& tile, i32 K) {
+DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Tile& tile) {
     const int first_row = WARP_ID() / GROUP_WARPS * FACTORS * 64;
     const u32 x_address = shared_address(product_tiles());
     const u32 w_address = x_address + X_STAGES * X_TILE + first_row * 128;
@@ -315,7 +316,7 @@ DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Ti
         }
     };
 #pragma unroll 1
-    for (i32 k0 = 0; k0 < K; k0 += BK) {
+    for (i32 k0 = 0; k0 < tile.depth; k0 += BK) {
         const u32 x_tile = x_address + rings.x.stage * X_TILE;
         const u32 w_tile = w_address + rings.w.stage * W_TILE;
         signal_wait(&places.x_arrived[rings.x.stage], rings.x.phase);
@@ -347,14 +348,14 @@ DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Ti
 }
 
 template <int N = GRAIN, typename Tile>
-DEVICE void product_multiply(ProductPlaces& places, ProductRings& rings, const Tile& tile, i32 K) {
+DEVICE void product_multiply(ProductPlaces& places, ProductRings& rings, const Tile& tile) {
     if constexpr (N < TOKENS) {
         if (tile.tokens > N) {
-            product_multiply<N + GRAIN>(places, rings, tile, K);
+            product_multiply<N + GRAIN>(places, rings, tile);
             return;
         }
     }
-    multiply_tokens<N>(places, rings, tile, K);
+    multiply_tokens<N>(places, rings, tile);
 }
 
 template <typename TileOf>
@@ -365,11 +366,11 @@ DEVICE void product_run(ProductPlaces& places, i32 num_tiles, i64 row_bytes, i32
     if (group < CONSUMERS) {
         take_registers<CONSUMER_REGISTERS>();
 #pragma unroll 1
-        for (i32 i = blockIdx.x; i < num_tiles; i += gridDim.x) product_multiply(places, rings, tile_of(i), K);
+        for (i32 i = blockIdx.x; i < num_tiles; i += gridDim.x) product_multiply(places, rings, tile_of(i));
     } else if (group < CONSUMERS + DECODERS) {
 #if DECODERS
         take_registers<DECODER_REGISTERS>();
-        product_decode(places, rings, num_tiles, row_bytes, K, tile_of);
+        product_decode(places, rings, num_tiles, row_bytes, tile_of);
 #endif
     } else {
         take_registers<COPIER_REGISTERS>();

@@ -14,6 +14,7 @@ from pyllm.kernel_check import Case, check_case
 from pyllm.kernel_expert_cases import mul_mat_id_case
 from pyllm.kernel_product_cases import linear_case, mul_mat_case
 from pyllm.kernel_samples import HALF
+from pyllm.ops import product_wgmma
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_plan import Gate
 from pyllm.ops.product_wgmma import (
@@ -23,7 +24,7 @@ from pyllm.ops.product_wgmma import (
     expert_tile,
     for_type,
     gains_together,
-    product_tile,
+    product_cut,
     uses_wgmma,
     wgmma_launch,
 )
@@ -90,6 +91,35 @@ def test_only_the_tokens_that_there_are_cost_time(device: EmulatedDevice, tokens
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        linear_case((QuantType.Q4_K,) * 3, (130, 33, 17), 35, 1280, norm=True, bias=True),
+        linear_case((QuantType.Q6_K,), (97,), 70, 768, dtype=np.float16, accumulate=True),
+        linear_case((QuantType.F16,) * 2, (70, 3), 40, 1024, dtype=np.float16),
+        linear_case((QuantType.Q8_0,) * 2, (40, 40), 35, 512, gate=Gate.SILU, dtype=np.float16),
+    ],
+    ids=str,
+)
+def test_shares_of_k(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Blocks share k as for large matrices; not where products go to arrays of their own."""
+    monkeypatch.setattr(product_wgmma, "SUM_TIME", -1e6)
+    launched = [source for source, _ in sources(device, case)]
+    assert ("sum_parts" in launched) == ("silu" not in case.name), launched
+    check(device, case)
+
+
+def test_how_k_is_shared() -> None:
+    for num_tokens, rows, k, shares in (
+        (128, (4096,), 12288, 4),
+        (48, (4096,), 4096, 4),
+        (512, (4096,), 4096, 1),
+        (2048, (14336,), 4096, 1),
+        (48, (4096,), 4000, 1),
+    ):
+        assert product_cut(HOPPER, num_tokens, rows, k, 8).shares == shares, (num_tokens, rows, k)
+
+
 def test_rows_that_are_not_aligned_to_pairs(device: EmulatedDevice) -> None:
     """Neighbours in one output: an odd column to begin with, an odd distance from row to row."""
     check(device, linear_case((QuantType.Q4_K, QuantType.Q8_0), (33, 130), 35, 256, bias=True))
@@ -123,7 +153,7 @@ def test_matrices_that_fill_a_gpu_alone_stay_apart() -> None:
         (512, (12288, 12288), True),
         (2048, (1024, 1024), True),
     ):
-        assert gains_together(HOPPER, num_tokens, rows) == together, (num_tokens, rows)
+        assert gains_together(HOPPER, num_tokens, rows, 4096) == together, (num_tokens, rows)
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
@@ -166,9 +196,9 @@ def test_only_hopper_gets_these() -> None:
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
 def test_tiles_fit_into_shared_memory(qtype: QuantType) -> None:
     tiles = [
-        product_tile(HOPPER, tokens, [rows], qtype)
+        for_type(product_cut(HOPPER, tokens, rows, 4096, 8).tile, qtype)
         for tokens in (33, 65, 129, 257, 2048)
-        for rows in (8, 4096, 150_000)
+        for rows in ((8,), (4096,), (150_000,), (4096, 1024, 1024))
     ]
     tiles += [expert_tile(bm, qtype) for bm in EXPERT_TOKENS]
     assert all(tile.fits(qtype) and tile.x_stages >= 2 for tile in tiles)
@@ -185,5 +215,5 @@ def test_tiles_that_were_the_fastest_on_an_h200() -> None:
         (256, 4096, (64, 128)),
         (64, 4096, (64, 64)),
     ):
-        tile = product_tile(HOPPER, num_tokens, [num_rows], QuantType.Q4_K)
+        tile = product_cut(HOPPER, num_tokens, [num_rows], 4096).tile
         assert (tile.rows, tile.tokens) == fastest, (num_tokens, num_rows)
