@@ -20,6 +20,7 @@ SHARED_OF_BLOCK, SHARED_OF_ALL = 227 << 10, 228 << 10  # bytes: at most, and of 
 RESERVED = 1 << 10  # bytes of each block that are the system's
 STATIC_SHARED = 256  # bytes: the kernel's signals
 WGMMA_MATRICES = 3  # of one launch
+EARLY_TOKENS = 64  # up to here launches start early (`executor.OVERLAP_TOKENS`)
 SHARE_K = 256  # a multiple of which each share of k has
 SUM_TIME, SUM_TIME_OF_ELEMENT = 3000.0, 8 / 3500  # ns, of `sum_parts`: its launch, and 8 bytes of each element
 CLEAR_GAIN = 0.85  # of the time as it would be otherwise: where costs promised 0.91 it was longer (BENCHMARKS.md)
@@ -90,7 +91,11 @@ class WgmmaTile:
         """About how long all waves of blocks take, in ns per step of K; `shares`: of k, each with tiles of its own."""
         tiles = self.num_tiles(num_tokens, num_rows) * shares
         waves, rest = divmod(tiles, multiprocessors * self.blocks)
-        return waves * self.costs[-1] + (self.costs[-(-rest // multiprocessors) - 1] if rest else 0)
+        sharing = -(-rest // multiprocessors)
+        last = self.costs[sharing - 1] if sharing else 0
+        if sharing and num_tokens <= EARLY_TOKENS:  # blocks may find places beside each other while others are free
+            last = (last + self.costs[-1]) // 2
+        return waves * self.costs[-1] + last
 
 
 def uses_wgmma(target: Target | None, qtype: QuantType) -> bool:
@@ -176,7 +181,7 @@ def wgmma_launch(
         out_columns: elements from one row of products to the next.
         output: 0: float32, 1: float16, 2: added to float32.
         tile: as `for_type` has it.
-        shares: of k. With several, outs are of the first, in float32, those of the next num_tokens * out_columns behind.
+        shares: of k. With several, outs are those of the first, in float32; the next are num_tokens * out_columns on.
     """
     (num_tokens, k), first = x.shape, weights[0]
     rows, spare = [weight.shape[0] for weight in weights], WGMMA_MATRICES - len(weights)

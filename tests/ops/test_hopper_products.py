@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pyllm.device.emulated import EmulatedDevice
+from pyllm.executor import OVERLAP_TOKENS
 from pyllm.kernel_check import Case, check_case
 from pyllm.kernel_expert_cases import mul_mat_id_case
 from pyllm.kernel_product_cases import linear_case, mul_mat_case
@@ -107,6 +108,10 @@ def test_shares_of_k(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, ca
     launched = [source for source, _ in sources(device, case)]
     assert ("sum_parts" in launched) == ("silu" not in case.name), launched
     check(device, case)
+
+
+def test_launches_that_start_early_have_tiles_for_it() -> None:
+    assert product_wgmma.EARLY_TOKENS == OVERLAP_TOKENS
 
 
 def test_how_k_is_shared() -> None:
@@ -213,7 +218,7 @@ def test_tiles_that_were_the_fastest_on_an_h200() -> None:
         (2048, 4096, (128, 256)),
         (512, 4096, (128, 128)),
         (256, 4096, (64, 128)),
-        (64, 4096, (64, 64)),
+        (65, 4096, (64, 64)),
     ):
         tile = product_cut(HOPPER, num_tokens, [num_rows], 4096).tile
         assert (tile.rows, tile.tokens) == fastest, (num_tokens, num_rows)
