@@ -14,7 +14,6 @@ other. The status is 1 where not.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -27,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pyllm.batch.collecting import collected_seldom
 from pyllm.batch.input import open_source
 from pyllm.batch.lines import LineReader
 from pyllm.batch.output import Output
@@ -196,8 +196,8 @@ def main() -> int:
         (folder / "in.jsonl").write_text("".join(lines), encoding="utf-8")
         with LLM.with_options(resolve(options.model), open_device(options.device), settings) as llm:
             busy = BusyTime(llm)
-            gc.freeze()  # as the command does
-            rounds = [run_lines(llm, options, folder, busy) for _ in range(UNCOUNTED + options.rounds)][UNCOUNTED:]
+            with collected_seldom():  # as the command does
+                rounds = [run_lines(llm, options, folder, busy) for _ in range(UNCOUNTED + options.rounds)][UNCOUNTED:]
             requests = rounds[-1][1]
             by_prompt = {tuple(r.token_ids[: r.num_prompt]): r.token_ids[r.num_prompt :] for r in requests}
             chosen = list(by_prompt)[:: max(1, len(by_prompt) // ALONE)][:ALONE]

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -33,6 +33,7 @@ _MAX_SECONDS = 10.0
 _SIZE, _SIZE_PER_INPUT = 4_000_000, 8  # characters of output and of any one value
 _MEMORY, _MEMORY_PER_INPUT = 64_000_000, 32  # bytes of all values together
 _MAX_DEPTH = 64  # of messages and template arguments
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
 
 # For files without a template, by a token of the vocabulary that shows which form the model knows.
@@ -141,6 +142,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         controls: ControlTexts,
+        /,
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> list[str | int]:
@@ -148,7 +150,7 @@ class ChatTemplate:
         them, in which nothing is a control token.
         """
         context = self._context(messages, template_args)
-        foreign = private_chars(_texts(context))
+        foreign = private_chars(odd) if (odd := _odd_texts(context, [])) else set()
         with self._lock:
             marks = Marks(controls, self._private | foreign) if foreign else self._usual_marks(controls)
             return marks.cut(self._render(context, add_generation_prompt, marks))
@@ -232,14 +234,17 @@ def _tool_arguments(arguments: Any) -> Any:
 
 def _copied(value: Any, where: str, depth: int = 0) -> Any:
     """A copy of plain JSON types: the caller's objects, and their methods, stay out of the template's reach."""
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in _PLAIN:
         return value
     if depth == _MAX_DEPTH:
         raise UsageError(f"{where} is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise UsageError(f"{where} has a key that is not a text")
-        return {str(key): _copied(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        return {
+            str(key): item if type(item) in _PLAIN else _copied(item, f"{where}.{key}", depth + 1)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_copied(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     if isinstance(value, str):
@@ -247,17 +252,21 @@ def _copied(value: Any, where: str, depth: int = 0) -> Any:
     raise UsageError(f"{where} is of type {type(value).__name__}, expected text, number, list or mapping")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, keys too."""
+def _odd_texts(value: Any, found: list[str]) -> list[str]:
+    """All texts in a value, keys too, that are not ASCII; added to those that were found."""
     if isinstance(value, str):
-        yield value
+        if not value.isascii():
+            found.append(value)
     elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            if not key.isascii():
+                found.append(key)
+            if item is not None:
+                _odd_texts(item, found)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            _odd_texts(item, found)
+    return found
 
 
 def _input_size(value: Any) -> int:

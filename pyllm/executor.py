@@ -606,13 +606,18 @@ class Executor:
         self._write_tables(slot, views, columns.seqs, seq_ids)
 
     def _row_ids(self, columns: Columns, positions: np.ndarray) -> np.ndarray:
-        seqs, ends = columns.seqs, columns.ends
+        seqs = columns.seqs
+        index, row = np.divmod(positions, self.cache.page_size)
         if len(positions) == len(seqs):
-            index, row = np.divmod(positions, self.cache.page_size)
             pages = np.array([*map(getitem, map(_PAGES, seqs), index.tolist())], np.int64)
-            return pages * self.cache.page_size + row
-        parts = np.split(positions, ends[:-1])
-        return np.concatenate([self.cache.row_ids(seq, part) for seq, part in zip(seqs, parts, strict=True)])
+        else:
+            tables = [*map(_PAGES, seqs)]
+            lengths = np.fromiter(map(len, tables), np.int64, len(tables))
+            if (index[columns.ends - 1] >= lengths).any():
+                raise IndexError("a position behind a sequence's last page")
+            firsts = np.repeat(np.cumsum(lengths) - lengths, columns.counts)  # where each token's table begins
+            pages = np.array([*chain.from_iterable(tables)], np.int64)[firsts + index]
+        return pages * self.cache.page_size + row
 
     @staticmethod
     def _write_outputs(views: InputViews, ends: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> None:

@@ -59,6 +59,11 @@ class Generation:
         """Whether nothing more will come; what has come may not be taken yet."""
         return self._request.finish_reason is not None
 
+    @property
+    def num_ready(self) -> int:
+        """Tokens that have come and were not taken yet."""
+        return len(self._request.emitted)
+
     def take(self) -> Chunk | None:
         """The next chunk; None when there is none yet, or none any more.
 
@@ -134,6 +139,11 @@ class Generation:
         if not self._is_over:
             self._is_over = True
             self._end(self._request, reason)
+
+    def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt, and those of them that were there already: of `stats`, at less cost."""
+        request = self._request
+        return request.num_prompt + request.num_dropped, request.num_cached
 
     def stats(self) -> Mapping[str, Any]:
         """Counts and times, see `Request.stats`."""

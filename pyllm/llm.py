@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllm.chat_prompt import encode_chat
+from pyllm.chat_prompt import encode_chat, encode_chats
 from pyllm.chat_template import ChatTemplate
 from pyllm.device import Device, open_device
 from pyllm.engine_options import EngineOptions
@@ -158,7 +158,7 @@ class LLM:
         self._lock = threading.RLock()
         self._guests = Guests()
         self._device = device
-        self._stats: dict[str, Any] = {}
+        self._stats: Callable[[], dict[str, Any]] = dict
         self._kept: KeptPrompts | None = None
         self._trace: KVTrace | None = None
         self._breakers: dict[tuple[str, ...], frozenset[int]] = {}
@@ -338,27 +338,38 @@ class LLM:
         """
         return self._stream(self._request(prompt, params))
 
-    def begin(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Generation:
+    def begin(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, keep_answer: bool = True
+    ) -> Generation:
         """Queue a prompt, for programs that run many side by side: `advance` moves all on, and each `Generation`
         has what came for it. Arguments as in `generate`. To be closed unless it has ended.
+
+        Args:
+            keep_answer: another prompt may go on behind the answer. Otherwise what is kept for prompts that begin alike
+                is the prompt alone.
 
         Raises:
             ContextError: the prompt is empty or too long.
             UsageError: an argument is wrong.
         """
         request = self._request(prompt, params)
+        request.keeps_answer = keep_answer
         generation = Generation(request, self.tokenizer, self._end_one)
         self._add(request)
         return generation
 
-    def advance(self) -> bool:
+    def advance(self, meanwhile: Callable[[], bool] | None = None) -> bool:
         """One step of the engine for all generations; False when there was nothing to do.
+
+        Args:
+            meanwhile: called again and again where the host would wait for the device, until it returns False: for
+                little things, a few of them each time.
 
         Raises:
             DeviceError: the device failed; nothing can go on.
         """
         with self._lock:
-            found = self._scheduler.step()
+            found = self._scheduler.step(meanwhile)
         self._guests.give_way()
         return found
 
@@ -454,6 +465,17 @@ class LLM:
         """Token ids of a conversation, ready to be answered. Arguments and errors as in `chat`."""
         return encode_chat(self.tokenizer, self.template, messages, **template_args)
 
+    def chats_tokens(
+        self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]]
+    ) -> list[list[int] | PyllmError]:
+        """`chat_tokens` of several conversations, each with variables for the template, at less cost. What is wrong
+        with one of them stands in the place of its ids.
+
+        Raises:
+            TemplateError: the template is malformed.
+        """
+        return encode_chats(self.tokenizer, self.template, conversations)
+
     def _dry_breakers(self, params: SamplingParams) -> frozenset[int]:
         """Tokens at which a repetition ends, for the DRY penalty; looked up once for each set of breakers."""
         if not params.dry_multiplier:
@@ -538,7 +560,8 @@ class LLM:
             self._scheduler.end(request, reason)
             if self._kept is not None:
                 self._kept.end(request)
-            self._stats = request.stats()
+            # Of hundreds that end together nobody asks for more than one's; but one without a sampler has large logits.
+            self._stats = request.stats if request.sampler is not None else partial(dict, request.stats())
         if self._lock.acquire(blocking=False):
             try:
                 self._scheduler.drop_ended()
@@ -617,7 +640,8 @@ class LLM:
         for this one. And "memory": of each kind of pinned memory that is in use ("pages", "checkpoints", "sessions")
         its bytes, high_water_bytes and budget_bytes."""
         memory = self._kept.memory() if self._kept is not None else {}
-        return {**self._stats, "memory": memory} if self._stats else {}
+        stats = self._stats()
+        return {**stats, "memory": memory} if stats else {}
 
     @property
     def weights(self) -> Weights:

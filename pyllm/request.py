@@ -44,6 +44,8 @@ class Request:
             knows that token.
         emitted: generated tokens that the caller has not taken yet.
         logits: logits of every position, in pieces, when there is no sampler.
+        keeps_answer: when it has ended, its answer is worth keeping as the beginning of another prompt; the prompt is.
+        is_out: it has ended, and the scheduler has nothing of it any more.
         finish_reason: None while it runs; "stop", "length", "interrupted", "cancelled" or "error".
         whole_rows: choosing takes more of a row of logits than its candidates.
         takes_best: choosing takes the likeliest token, see `SamplingParams.takes_best`.
@@ -75,6 +77,8 @@ class Request:
     is_kept: bool = False
     emitted: deque[Sampled] = field(default_factory=deque)
     logits: list[np.ndarray] = field(default_factory=list)
+    keeps_answer: bool = True
+    is_out: bool = False
     finish_reason: str | None = None
     error: PyllmError | None = None
     started_at: float = 0.0

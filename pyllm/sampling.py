@@ -254,7 +254,7 @@ class Sampler:
         Raises:
             UsageError: `logit_bias` names a token beyond the vocabulary.
         """
-        self._biases = _biases(params.logit_bias)
+        self._biases = _biases(params.logit_bias) if params.logit_bias else ()
         for token_id, _ in self._biases:
             if token_id >= vocab_size:
                 raise UsageError(f"logit_bias names token {token_id}, expected 0 to {vocab_size - 1}")

@@ -119,7 +119,8 @@ class Scheduler:
         hold the engine's lock: the request is only marked, and taken out at the next safe point.
         """
         request.finish(reason)
-        self._ended.append(request)
+        if not request.is_out:
+            self._ended.append(request)
 
     def drop_ended(self) -> None:
         """Take marked requests out, unless a step is going on. Their pages are free at once: work that is queued later
@@ -135,8 +136,11 @@ class Scheduler:
         """The rows of all requests that are running."""
         return [request.kv for request in self._running if request.kv is not None]
 
-    def step(self) -> bool:
+    def step(self, meanwhile: Callable[[], bool] | None = None) -> bool:
         """Queue what can be queued, then take what has come back; wait only when nothing could be queued.
+
+        Args:
+            meanwhile: called again and again where it would wait for the device, until it returns False.
 
         Returns:
             False when there was nothing to do.
@@ -155,7 +159,7 @@ class Scheduler:
                 queued = self._queue_ubatches()
                 ended = len(self._running) + len(self._waiting) < num_open  # so others may have room now
             if not queued:
-                waited = self._wait()  # Ctrl-C may break it: nothing is half done here
+                waited = self._wait(meanwhile)  # Ctrl-C may break it: nothing is half done here
             collected = False
             if self._in_flight and self._in_flight[0].step.done.query():
                 with self._undisturbed():
@@ -190,12 +194,14 @@ class Scheduler:
             self._fail(error)
             raise
 
-    def _wait(self) -> bool:
+    def _wait(self, meanwhile: Callable[[], bool] | None) -> bool:
         """For the oldest step; where there is none, for a sequence that is being restored, or a session that has pages
         which the first in the queue needs. False: for nothing."""
         restoring = (request.ready for request in self._running if request.ready is not None)
         event = self._in_flight[0].step.done if self._in_flight else next(restoring, None)
         if event is not None:
+            while meanwhile is not None and not event.query() and meanwhile():
+                pass
             event.synchronize()
         elif self._waiting and self._has_guests:
             time.sleep(0.001)
@@ -579,6 +585,14 @@ class Scheduler:
             if self._index is not None:
                 self._index.forget(page)
 
+    def _worth_keeping(self, request: Request) -> list[int]:
+        """Without its answer, whole pages of the prompt: those that are filled in part are looked through one by one,
+        which takes long among hundreds. But where a state is needed, it is that at the prompt's end."""
+        if request.keeps_answer:
+            return request.token_ids
+        rest = request.num_prompt % self._cache.page_size if self._cache.recurrent is None else 0
+        return request.token_ids[: request.num_prompt - rest]
+
     def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
         request.finish(reason, error)
         kv, request.kv = request.kv, None
@@ -589,6 +603,8 @@ class Scheduler:
         if kv is not None:
             with suppress(DeviceError):  # a device that has failed or is closed has no use for its pages
                 if self._index is not None and reason != "error":
-                    save_end_of_turn(self._cache, request, kv)
-                    self._index.keep(request.token_ids, kv)
+                    if request.keeps_answer:
+                        save_end_of_turn(self._cache, request, kv)
+                    self._index.keep(self._worth_keeping(request), kv)
                 self._cache.release(kv)
+        request.is_out = True

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from pyllm.errors import UsageError
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class PieceSource(Protocol):
     """What a stream needs of a tokeniser."""
@@ -54,7 +56,7 @@ class TextStream:
         self._skip_special = skip_special
         self._opens = not continues
         # Holds back the bytes of a character that is still incomplete; what can be no character becomes U+FFFD at once.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
         self._held = ""
 
     def push(self, token_id: int) -> str:

@@ -8,7 +8,9 @@ tokens (`text_stream`) or of messages (`chat_template`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from pyllm.errors import UsageError
@@ -95,11 +97,28 @@ class Tokenizer:
         last hundreds of short texts are kept."""
         found = self._encoded.get(text)
         if found is None:
-            found = tuple(self.encode(text, add_special=False))
-            if len(text) <= _LONGEST_ENCODED:
-                if len(self._encoded) >= _MOST_ENCODED:
-                    self._encoded.clear()
-                self._encoded[text] = found
+            found = self._kept(text, self.encode(text, add_special=False))
+        return found
+
+    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """`encode_again` of each, at less cost: those that are not known are encoded together."""
+        found = {text: self._encoded.get(text) for text in texts}
+        missing = [text for text, ids in found.items() if ids is None]
+        split = [self._in_text.split(_without_surrogates(text)) for text in missing]
+        encoded = iter(self._model.encode_all([part for parts in split for part in parts if isinstance(part, str)]))
+        for text, parts in zip(missing, split, strict=True):
+            found[text] = self._kept(
+                text, chain.from_iterable((part,) if isinstance(part, int) else next(encoded) for part in parts)
+            )
+        return [found[text] or () for text in texts]
+
+    def _kept(self, text: str, ids: Iterable[int]) -> tuple[int, ...]:
+        """The ids of a text, kept if it is short."""
+        found = tuple(ids)
+        if len(text) <= _LONGEST_ENCODED:
+            if len(self._encoded) >= _MOST_ENCODED:
+                self._encoded.clear()
+            self._encoded[text] = found
         return found
 
     def encode_prompt(self, rendered: str) -> list[int]:
@@ -157,6 +176,8 @@ class Tokenizer:
             return b"".join(pieces), opens
         # Without that space a token's piece is always the same.
         known = self._pieces_by_id[skip_special]
+        with suppress(KeyError):
+            return b"".join(map(known.__getitem__, token_ids)), self.is_special(token_ids[-1])
         missing = [token_id for token_id in token_ids if token_id not in known]
         if missing:
             if len(known) >= _MOST_SHOWN:

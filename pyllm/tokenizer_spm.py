@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections.abc import Sequence
 
 from pyllm.tokenizer_vocab import TokenType, Vocabulary
 
@@ -58,6 +59,10 @@ class SpmModel:
         for word in self._word_start.split(self._prefix + text.replace(" ", SPACE)):
             ids += self._encode_word(word)
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each."""
+        return [self.encode(text) for text in texts]
 
     def _encode_word(self, word: str) -> list[int]:
         ids = self._cache.get(word)

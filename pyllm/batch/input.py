@@ -273,7 +273,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _not_utf8(line, error.start) from None
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = _DECODER.decode(text) if not text.startswith("\ufeff") else json.loads(text)
     except json.JSONDecodeError as error:
         raise LineError("invalid_json", f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
@@ -287,6 +287,9 @@ def _json_object(line: bytes) -> dict[str, Any]:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number in JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _kind(value: Any) -> str:

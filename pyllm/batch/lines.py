@@ -22,6 +22,7 @@ SETTINGS = frozenset(field.name for field in fields(SamplingParams))
 
 _MAX_ID = 512  # characters
 _SIMPLE = {"id", "prompt", "messages", "metadata"}
+_KNOWN = _SIMPLE | SETTINGS
 _LINE = {"custom_id", "method", "url", "body"}
 # What a body may have that changes nothing here: the model is the command line's, answers are whole and never kept.
 _BODY = {"model", "messages", "prompt", "max_completion_tokens", "top_logprobs", "n", "stream", "user", "metadata"}
@@ -139,8 +140,8 @@ class LineReader:
         settings = {name: value for name, value in values.items() if name in SETTINGS and value is not None}
         if self.has_columns:
             settings = {name: _from_text(name, value) for name, value in settings.items() if value}
-        elif self.template is None and (unknown := sorted(values.keys() - _SIMPLE - SETTINGS)):
-            raise _unknown(unknown, "put data of your own under metadata, or use --template")
+        elif self.template is None and not _KNOWN.issuperset(values):
+            raise _unknown(sorted(values.keys() - _KNOWN), "put data of your own under metadata, or use --template")
         params = self._params(settings, ticket)
         shown = params.logprobs or None
         messages = values.get("messages") if not self.has_columns else None
@@ -211,6 +212,7 @@ class LineReader:
         found = self._known.get(key)
         if found is None:
             found = replace(self.defaults, **settings)
+            found.takes_best  # noqa: B018 (looked up here, all copies with other seeds have it)
             if len(self._known) < _MOST_KEPT:
                 self._known[key] = found
         return found

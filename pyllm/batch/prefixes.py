@@ -26,7 +26,7 @@ class SharedPrefixes:
         if not self._is_useful:
             return None
         length = _shared(first, second)
-        return first[:length] if length - self.known(first) >= LEAST else None
+        return first[:length] if length >= LEAST and length - self.known(first) >= LEAST else None
 
     def known(self, prompt: Sequence[int]) -> int:
         """Tokens of a prompt's beginning that were computed ahead."""

@@ -29,6 +29,8 @@ from pyllm.sampling import SamplingParams
 _MOST_AHEAD = 8  # jobs that wait in the engine's queue
 _PROMPT_END = 8  # tokens in which a template's <think> is looked for
 _TOGETHER = 0.1  # seconds whose tokens are taken together: many at once cost less
+_WORTHWHILE = 8  # tokens: for fewer, nothing is taken while the device computes
+_FEW = 8  # lines that are looked at before the device is
 _PART = 16  # lines that are encoded before the device is given them
 _WAIT = 0.2  # seconds between looks at whether to stop, while there is nothing to do
 _READ_AHEAD = 64  # entries
@@ -40,13 +42,16 @@ class Generating(Protocol):
     @property
     def has_ended(self) -> bool: ...
 
+    @property
+    def num_ready(self) -> int: ...
+
     def take(self) -> Chunk | None: ...
 
     def drain(self, marks: Mapping[int, str]) -> tuple[str, int, str | None] | None: ...
 
     def close(self) -> None: ...
 
-    def stats(self) -> Mapping[str, Any]: ...
+    def usage(self) -> tuple[int, int]: ...
 
 
 class Engine(Protocol):
@@ -54,20 +59,19 @@ class Engine(Protocol):
 
     tokenizer: Any
 
-    @property
-    def template(self) -> Any: ...
-
     def tokenize(self, text: str) -> list[int]: ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[int]: ...
+    def chats_tokens(
+        self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]]
+    ) -> Sequence[Sequence[int] | PyllmError]: ...
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Generating: ...
+    def begin(self, prompt: Sequence[int], params: SamplingParams, keep_answer: bool = True) -> Generating: ...
 
     def start_prompts(self) -> None: ...
 
-    def advance(self) -> bool: ...
+    def advance(self, meanwhile: Callable[[], bool] | None = None) -> bool: ...
 
 
 @dataclass
@@ -155,6 +159,7 @@ class Runner:
         self._usual = Form.SIMPLE
         self._is_stopping = False
         self._taken_at = 0.0  # when everything was taken last
+        self._next_taken = self._num_looked_at = 0  # places in `_running`; of this step
         self._complete: list[Mapping[str, Any]] = []  # records of this step
         controls = engine.tokenizer.control_texts()
         self._marks = {controls[text]: text for text in (OPEN, CLOSE) if text in controls}
@@ -191,9 +196,22 @@ class Runner:
 
     def _advance(self) -> bool:
         began = time.perf_counter()
-        moved = self._engine.advance()
+        self._num_looked_at = 0
+        moved = self._engine.advance(self._take_meanwhile)
         self.tally.engine_seconds += time.perf_counter() - began
         return moved
+
+    def _take_meanwhile(self) -> bool:
+        """While the device computes: take what has come for some of the lines that go on, so that less is left to do
+        when they end. Returns whether there may be more."""
+        running = self._running
+        for _ in range(min(_FEW, len(running) - self._num_looked_at)):
+            self._num_looked_at += 1
+            self._next_taken = (self._next_taken + 1) % len(running)
+            one = running[self._next_taken]
+            if one.generation.num_ready >= _WORTHWHILE and not (one.may_stop or one.generation.has_ended):
+                self._take(one)
+        return self._num_looked_at < len(running)
 
     @property
     def _is_idle(self) -> bool:
@@ -215,13 +233,22 @@ class Runner:
     def _prepare_part(self, entries: Feed) -> bool:
         """Encode some lines; returns whether there are no more for now. One more than there are places is read, so that
         the last one is compared with what follows it."""
+        jobs: list[Job] = []
+        try:
+            return self._read_part(entries, jobs)
+        finally:
+            self._prepare(jobs)
+
+    def _read_part(self, entries: Feed, jobs: list[Job]) -> bool:
         for _ in range(_PART):
-            if len(self._running) + len(self._prepared) > self._places or self._is_stopping:
+            if len(self._running) + len(self._prepared) + len(jobs) > self._places or self._is_stopping:
                 return True
-            entry = entries.next(wait=self._is_idle)
+            entry = entries.next(wait=self._is_idle and not jobs)
             if entry is None:
                 return True
-            self._prepare(entry)
+            job = self._job(entry)
+            if job is not None:
+                jobs.append(job)
         return False
 
     def _begin_prepared(self, is_last: bool) -> None:
@@ -246,7 +273,7 @@ class Runner:
 
     def _begin(self, prepared: _Prepared) -> None:
         try:
-            generation = self._engine.begin(prepared.ids, prepared.job.params)
+            generation = self._engine.begin(prepared.ids, prepared.job.params, False)
         except DeviceError:
             raise
         except PyllmError as error:
@@ -257,24 +284,24 @@ class Runner:
         may_stop = bool(prepared.job.params.stop)
         self._running.append(_Running(prepared.job, generation, prepared.thinks, num_known, may_stop))
 
-    def _prepare(self, entry: Entry) -> None:
+    def _job(self, entry: Entry) -> Job | None:
+        """What is to be done for an entry; None when there is a record of it, from earlier or now of what is wrong."""
         ticket = Ticket(entry.line, None, self._usual)
         try:
             ticket = self._reader.ticket(entry, self._usual)
             if self._is_done(ticket):
-                return
+                return None
             if ticket.id is not None and ticket.key in self._seen:
                 identifier, ticket = ticket.id, replace(ticket, id=None)  # in the output, each id is there once
                 raise LineError("duplicate_id", f"an earlier line has the id {identifier!r} too")
             if ticket.id is not None:
                 self._seen.add(ticket.key)
-            self._prepared.append(self._encoded(self._reader.job(entry, ticket)))
-        except DeviceError:
-            raise
+            return self._reader.job(entry, ticket)
         except LineError as error:
             if not self._is_done(ticket):
                 self._write_error(ticket, error)
                 self._write_complete()
+            return None
 
     def _is_done(self, ticket: Ticket) -> bool:
         """Whether the output has this line's record from an earlier run.
@@ -297,22 +324,25 @@ class Runner:
         self.tally.resumed += 1
         return True
 
-    def _encoded(self, job: Job) -> _Prepared:
-        engine = self._engine
-        if job.messages is not None:
-            engine.template  # noqa: B018  (a malformed one is the model's fault, and no line's: it stops everything)
-        try:
-            if job.messages is None:
-                ids = engine.tokenize(job.prompt)
-                thinks = False
+    def _prepare(self, jobs: Sequence[Job]) -> None:
+        """Encode jobs, those with messages together."""
+        chats = [(job.messages, job.template_args) for job in jobs if job.messages is not None]
+        encoded = iter(self._engine.chats_tokens(chats) if chats else ())
+        for job in jobs:
+            found = self._continued(job) if job.messages is None else next(encoded)
+            if isinstance(found, PyllmError):
+                self._write_error(job.ticket, as_line_error(found))
             else:
-                ids = engine.chat_tokens(job.messages, **job.template_args)
-                thinks = self._opens_reasoning(ids)
-            return _Prepared(job, ids, thinks)
+                self._prepared.append(_Prepared(job, found, job.messages is not None and self._opens_reasoning(found)))
+        self._write_complete()
+
+    def _continued(self, job: Job) -> Sequence[int] | PyllmError:
+        try:
+            return self._engine.tokenize(job.prompt)
         except DeviceError:
             raise
         except PyllmError as error:
-            raise as_line_error(error) from None
+            return error
 
     def _opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of a think block; mostly its last tokens show that it does not."""
@@ -404,8 +434,7 @@ class Runner:
 
     @staticmethod
     def _usage(running: _Running) -> Usage:
-        stats = running.generation.stats()
-        return Usage(stats["prompt_tokens"], stats["cached_tokens"], running.num_tokens)
+        return Usage(*running.generation.usage(), running.num_tokens)
 
     def _write(self, running: _Running, reason: str) -> None:
         text, reasoning = "".join(running.texts), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
 import signal
@@ -240,6 +239,7 @@ def _answer(
     source: Source,
     output: Output,
 ) -> int:
+    from pyllm.batch.collecting import collected_seldom
     from pyllm.batch.lines import LineReader
     from pyllm.batch.runner import Feed, Runner, Tally
 
@@ -259,9 +259,8 @@ def _answer(
         if options.engine.ctx_size is not None and llm.ctx_size < options.engine.ctx_size:
             warn(f"the model was trained for {llm.ctx_size} tokens; -c {options.engine.ctx_size} is cut down to that")
         shown.begin(f"Device: {llm.device_description}; {words}", device=llm.device_description, parallel=parallel)
-        gc.freeze()  # what the model consists of stays: looking through it again and again would hold all lines up
         runner = Runner(llm, reader, output, parallel, path.stem, shown.update)
-        with _ended_by_signals(runner.stop) as received:
+        with collected_seldom(), _ended_by_signals(runner.stop) as received:
             runner.run(Feed(source.entries(), from_pipe=total is None))
     status = SOME_FAILED if runner.tally.failed else 0
     if received:

@@ -249,10 +249,14 @@ class PrefixIndex:
     ) -> None:
         """Make rows known; what is known already stays. Takes the states that belong to them."""
         size, length = self._cache.page_size, len(token_ids)
-        node, now = self._tree.root, next(self._clock)
+        node, now, is_end = self._tree.root, next(self._clock), False
         for index in range(self._cache.pages_for(length)):
             tokens = tuple(token_ids[index * size : min((index + 1) * size, length)])
-            child, is_new = self._tree.add(node, tokens, pages[index], epochs[index])
+            if is_end:
+                child, is_new = self._tree.append(node, tokens, pages[index], epochs[index]), True
+            else:
+                child, is_new = self._tree.add(node, tokens, pages[index], epochs[index])
+                is_end = is_new  # nothing can be below it
             if not is_new and child.page < 0 and child.tokens == tokens:  # back on the device
                 child.page, child.epoch, is_new = pages[index], epochs[index], True
             if is_new:

@@ -132,11 +132,17 @@ class Tree:
         if child is not None and child.is_known:
             return child, False
         known = self._drop_covered(node, tokens) if node.parts or child is not None else dict[int, Checkpoint]()
-        child = Node(tokens, page, epoch, node, node.start + len(node.tokens), states=known)
+        child = self.append(node, tokens, page, epoch)
+        child.states = known
+        return child, True
+
+    def append(self, node: Node, tokens: tuple[int, ...], page: int, epoch: int) -> Node:
+        """A new child of a node, which has none that begins like it."""
+        child = Node(tokens, page, epoch, node, node.start + len(node.tokens))
         node.children[tokens] = child
         if len(tokens) < self._page_size:
             node.parts[tokens] = child
-        return child, True
+        return child
 
     def remove(self, node: Node) -> None:
         """Take a node and all below it out."""

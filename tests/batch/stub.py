@@ -23,6 +23,10 @@ class StubGeneration:
     def has_ended(self) -> bool:
         return "BOOM" in self.words[: self.steps] or self.steps >= min(self.limit, len(self.words))
 
+    @property
+    def num_ready(self) -> int:
+        return min(self.steps, len(self.words)) - self.said
+
     def take(self) -> Chunk | None:
         if self.closed or self.said >= self.steps:
             return None
@@ -51,8 +55,8 @@ class StubGeneration:
         if self in self.engine.open:
             self.engine.open.remove(self)
 
-    def stats(self) -> Mapping[str, Any]:
-        return {"prompt_tokens": len(self.words), "cached_tokens": 1 if self.engine.keeps else 0}
+    def usage(self) -> tuple[int, int]:
+        return len(self.words), 1 if self.engine.keeps else 0
 
 
 class StubLLM:
@@ -93,10 +97,14 @@ class StubLLM:
     def detokenize(self, ids: Sequence[Any]) -> str:
         return " ".join(ids)
 
+    def chats_tokens(self, conversations: Sequence[tuple[Any, Any]]) -> list[Any]:
+        self.template  # noqa: B018 (may be malformed)
+        return [self.chat_tokens(messages, **template_args) for messages, template_args in conversations]
+
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> list[Any]:
         return [word for message in messages for word in message["content"].split()]
 
-    def begin(self, prompt: Sequence[Any], params: SamplingParams) -> StubGeneration:
+    def begin(self, prompt: Sequence[Any], params: SamplingParams, keep_answer: bool = True) -> StubGeneration:
         if len(prompt) > self.ctx_size:
             raise ContextError("the prompt is too long")
         generation = StubGeneration(self, list(prompt), params)
@@ -108,7 +116,7 @@ class StubLLM:
     def start_prompts(self) -> None:
         self.started.append(len(self.begun))
 
-    def advance(self) -> bool:
+    def advance(self, meanwhile: Callable[[], bool] | None = None) -> bool:
         type(self).during()
         for generation in self.open[: self.options.get("n_seqs", 1)]:
             generation.steps += 1

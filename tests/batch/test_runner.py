@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pyllm.batch.collecting import collected_seldom
 from pyllm.batch.input import Entry, open_source
 from pyllm.batch.lines import LineReader
 from pyllm.batch.output import Output
@@ -154,7 +156,7 @@ def test_resuming_after_every_place_where_the_output_may_end(tmp_path: Path) -> 
 
 def test_answers_that_the_context_cuts_off(tmp_path: Path) -> None:
     class Short(StubLLM):
-        def begin(self, prompt: Any, params: SamplingParams) -> Any:
+        def begin(self, prompt: Any, params: SamplingParams, keep_answer: bool = True) -> Any:
             generation = super().begin(prompt, params)
             generation.limit = min(3, generation.limit)
             return generation
@@ -196,10 +198,10 @@ def test_what_concerns_all_lines_stops_the_batch_and_keeps_records(tmp_path: Pat
     batch = Batch(tmp_path, [{"prompt": "short"}, {"prompt": "a much longer one"}])
 
     class Failing(StubLLM):
-        def advance(self) -> bool:
+        def advance(self, meanwhile: Any = None) -> bool:
             if self.begun and len(self.open) == 1:
                 raise DeviceError("the device failed")
-            return super().advance()
+            return super().advance(meanwhile)
 
     with pytest.raises(DeviceError):
         batch.run(2, Failing(n_seqs=2))
@@ -339,3 +341,83 @@ def test_whether_a_prompt_opens_a_think_block(tmp_path: Path, end: str, thinks: 
     batch = Batch(tmp_path, [{"prompt": "a"}])
     batch.run(1, Ends(n_seqs=1))
     assert ("reasoning" in batch.records[0]) is thinks
+
+
+@pytest.mark.parametrize("part", [1, 3, 16, 100])
+def test_parts_of_any_size_ask_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    class Refusing(StubLLM):
+        def chats_tokens(self, conversations: Any) -> list[Any]:
+            found = super().chats_tokens(conversations)
+            return [TemplateError("no") if ids[:1] == ["refuse"] else ids for ids in found]
+
+        def tokenize(self, text: str) -> list[Any]:
+            if text == "refuse":
+                raise PyllmError("no")
+            return super().tokenize(text)
+
+    def body(number: int) -> dict[str, Any]:
+        return {"custom_id": f"c{number}", "body": {"prompt": "refuse" if number == 30 else f"{number} raw"}}
+
+    monkeypatch.setattr("pyllm.batch.runner._PART", part)
+    lines: list[Any] = [{"prompt": f"{number} b c"} if number % 3 else body(number) for number in range(40)]
+    lines[7], lines[8], lines[19] = {"prompt": "refuse this"}, "damaged", {"id": "line-3", "prompt": "again"}
+    batch, engine = Batch(tmp_path, lines), Refusing(n_seqs=3)
+    batch.run(3, engine)
+    good = [number for number in range(40) if number not in (7, 8, 19, 30)]
+    assert [words[0] for words, _ in engine.begun] == [f"{number}" for number in good]
+    bad = {8: "template_error", 9: "invalid_json", 20: "duplicate_id", 31: "engine_error"}
+    found = {record["line"]: record for record in batch.records}
+    assert found.keys() == set(range(1, 41))
+    assert {line: record["error"]["code"] for line, record in found.items() if record["error"]} == bad
+
+
+def test_lines_before_one_that_stops_the_batch_get_their_errors(tmp_path: Path) -> None:
+    class Refusing(StubLLM):
+        def chats_tokens(self, conversations: Any) -> list[Any]:
+            return [TemplateError("no") for _ in conversations]
+
+    batch = Batch(tmp_path, [{"prompt": "a"}])
+
+    def entries() -> Iterator[Entry]:
+        yield Entry(1, {"prompt": "a"})
+        raise PyllmError("the input cannot be read on")
+
+    with Output(batch.out) as output:
+        output.prepare()
+        runner = Runner(Refusing(n_seqs=2), LineReader(PARAMS), output, 2, "stub")
+        with pytest.raises(PyllmError, match="read on"):
+            runner.run(Feed(entries()))
+    assert batch.by_line() == {1: "template_error"}
+
+
+def test_tokens_are_taken_while_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(StubLLM):
+        num_calls = 0
+
+        def advance(self, meanwhile: Any = None) -> bool:
+            while meanwhile():
+                self.num_calls += 1
+            for generation in self.open[:20]:
+                if not generation.has_ended and "BOOM" not in generation.words and not generation.params.stop:
+                    ready.append(generation.num_ready)
+            return super().advance(meanwhile)
+
+    ready: list[int] = []
+    monkeypatch.setattr("pyllm.batch.runner._TOGETHER", 1e9)  # nothing else takes them before they end
+    words = " ".join(map(str, range(60)))
+    lines: list[dict[str, Any]] = [{"prompt": f"{number} {words}"} for number in range(18)]
+    lines += [{"prompt": f"{words} BOOM x"}, {"prompt": f"stops {words}", "stop": ["7"]}, {"prompt": "short"}]
+    batch, engine = Batch(tmp_path, lines), Waiting(n_seqs=21)
+    batch.run(21, engine)
+    assert max(ready) < 8 and ready.count(7) > 50 and engine.num_calls > 60
+    expected: dict[int, str] = {number + 1: f"{number} {words}" for number in range(18)}
+    assert batch.by_line() == {**expected, 19: "engine_error", 20: f"stops {words}", 21: "short"}
+
+
+def test_objects_are_looked_through_seldom_while_a_batch_runs() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError), collected_seldom():
+        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before
+    gc.unfreeze()

@@ -216,3 +216,14 @@ def test_memory_of_checkpoints_is_told_and_is_what_is_taken() -> None:
         assert pool.num_allocated == sum(size - pool.block_bytes < 256 for size in blocks)
         assert pool.block_bytes == llm.sequence_bytes["checkpoint"]
         assert 2 * pool.block_bytes == llm.sequence_bytes["recurrent_state"]
+
+
+def test_of_a_line_whose_answer_is_not_kept_the_prompt_is(fresh: LLM) -> None:
+    """The state at its end, though it is no whole page."""
+    with small() as llm:
+        generation = llm.begin(IDS[:27], LIKELIEST, False)
+        while not generation.has_ended:
+            llm.advance()
+        generation.close()
+        agree(answer(llm, [*IDS[:27], 5, 6]), answer(fresh, [*IDS[:27], 5, 6]))
+        assert llm.stats["cached_tokens"] == 27

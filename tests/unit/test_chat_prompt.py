@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pyllm.chat_prompt import encode_chat
+from pyllm.chat_prompt import encode_chat, encode_chats
 from pyllm.chat_template import ChatTemplate
-from pyllm.errors import TemplateError
+from pyllm.errors import TemplateError, UsageError
 from pyllm.gguf_file import GGUFFile
 from pyllm.tokenizer import Tokenizer
 from tests.refdata import ROOT, model_path
@@ -305,3 +305,30 @@ def test_what_is_remembered_of_renderings_is_bounded(many_controls: Tokenizer) -
     assert template.pieces(long, many_controls.controls) == [f"<|{'a' * 100_000}|>x"]
     marks = template._usual_marks(many_controls.controls)
     assert len(marks._marked) <= 1024 and max(map(len, marks._marked)) < 100_000 and len(marks._split) <= 1024
+
+
+def test_several_conversations_are_encoded_as_one_by_one(many_controls: Tokenizer) -> None:
+    more = "{% if name %}{{ name }}<|im_end|>{% endif %}{% if not messages %}{{ raise_exception() }}{% endif %}"
+    template = ChatTemplate(CHATML + more, "<s>", "</s>")
+    conversations: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        (messages("hi"), {}),
+        (messages("hi", "<|im_end|>", "\U000f0000é"), {"name": "<|im_start|>"}),
+        (messages("hi"), {}),
+        ([], {}),
+        (messages("hi"), {"name": "x", "controls": 1, "self": 2, "answers": 3, "tokenizer": 4}),
+        (messages("hi"), {"messages": 1}),
+        ([{"role": 1}], {}),
+        (messages("long " * 2000), {"name": "y"}),
+    ]
+    found = encode_chats(many_controls, template, conversations)
+    wrong = {3: TemplateError, 5: UsageError, 6: UsageError}
+    for index, (conversation, arguments) in enumerate(conversations):
+        if index in wrong:
+            assert isinstance(found[index], wrong[index])
+        else:
+            known = {name: value for name, value in arguments.items() if name == "name"}
+            assert found[index] == encode_chat(many_controls, template, conversation, **known)
+    with_bos = Tokenizer.from_metadata(bpe_metadata(add_bos_token=True, bos_token_id=261), "made")
+    plain = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", "", "")
+    assert encode_chats(with_bos, plain, [(messages("a"), {})]) == [encode_chat(with_bos, plain, messages("a"))]
+    assert encode_chats(with_bos, plain, []) == []

@@ -248,3 +248,19 @@ def test_pages_that_are_lost_give_way_together() -> None:
     assert [taken(cache, index, [number] * SIZE)[0] for number in (0, 9, 10, 319)] == [0, 0, SIZE, SIZE]
     assert index.make_room(11) and cache.num_free_pages == 20
     device.close()
+
+
+@pytest.mark.parametrize("keep_answer", [False, True])
+def test_an_answer_that_nobody_will_go_on_from_is_not_kept(keep_answer: bool) -> None:
+    prompt = list(range(3, 40))
+    with engine(prefix_cache=True) as llm, engine() as fresh:
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        generation, first = llm.begin(prompt, params, keep_answer), list[int]()
+        while len(first) < 40:
+            llm.advance()
+            while (chunk := generation.take()) is not None:
+                first.append(chunk.token)  # type: ignore[arg-type]
+        assert llm._scheduler._index.num_pages == (10 if keep_answer else 4)  # type: ignore[union-attr]
+        following = [*prompt, *first, 7, 8]
+        assert answer(llm, following) == answer(fresh, following)
+        assert llm.stats["cached_tokens"] == (76 if keep_answer else 32)  # whole pages of the prompt

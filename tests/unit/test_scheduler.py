@@ -196,3 +196,40 @@ def test_prompts_are_started_in_whole_ubatches_while_others_are_added() -> None:
             pass
         found = [tokens(iter(one.take, None)) for one in begun]
     assert found == [ANSWER[name] for name in names]
+
+
+def test_what_is_to_be_done_meanwhile_is_done_while_the_device_computes() -> None:
+    with engine(n_seqs=2, ubatch_size=32, inflight=1) as llm:
+        calls: list[int] = []
+
+        def meanwhile() -> bool:
+            calls.append(len(calls))
+            if len(calls) == 3:
+                gate.open()
+            return len(calls) < 3
+
+        gate = llm._device.gate()  # type: ignore[attr-defined]
+        generation = llm.begin(PROMPT["n5"], greedy(32))
+        while len(calls) < 3:
+            assert llm.advance(meanwhile)
+        found: list[int] = []
+        while not found or not generation.has_ended or generation.num_ready:
+            found += [] if (chunk := generation.take()) is None else [chunk.token]  # type: ignore[list-item]
+            if not generation.num_ready:
+                llm.advance()
+        assert found == ANSWER["n5"] and calls == [0, 1, 2]
+
+
+def test_what_has_ended_is_not_ended_again() -> None:
+    with engine(n_seqs=2, page_size=8) as llm:
+        generation = llm.begin(PROMPT["n5"], greedy(3))
+        other = llm.begin(PROMPT["n70"], greedy(32))
+        while not generation.has_ended:
+            llm.advance()
+        assert generation._request.is_out and not other._request.is_out
+        generation.close()
+        assert not llm._scheduler._ended
+        assert llm.stats["generated_tokens"] == 3 and llm.stats["finish_reason"] == "length"
+        other.close()
+        assert other._request.is_out and llm.stats["finish_reason"] == "cancelled"
+        assert llm._cache.num_free_pages == llm._cache.num_pages

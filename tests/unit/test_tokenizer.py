@@ -216,3 +216,18 @@ def test_pieces_together_are_those_one_by_one(vocabulary: str, skip_special: boo
             assert still == opens
     with pytest.raises(UsageError, match="not in the vocabulary"):
         tokenizer.shown_pieces([0, tokenizer.vocab_size], False, skip_special)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_texts_together_are_encoded_as_one_by_one(vocabulary: str) -> None:
+    tokenizer, rng = tokenizer_of(vocabulary), random.Random(vocabulary)
+    texts = ["", *tokenizer.control_texts(), *(random_text(rng) for _ in range(50)), "x" * 5000, "\ud83d\ude80 \ud800"]
+    texts += [f"{text} plain {number}" for number, text in enumerate(texts)] + texts[:9]
+    expected = [tokenizer.encode(text, add_special=False) for text in texts]
+    tokenizer._encoded.clear()
+    for chosen in (slice(3), slice(None), slice(20, 30)):  # none of them known, some, all
+        assert [[*ids] for ids in tokenizer.encode_all(texts[chosen])] == expected[chosen]
+    many = [f"{number}" for number in range(2500)]
+    expected = [tokenizer.encode(text, add_special=False) for text in many]
+    assert [[*ids] for ids in tokenizer.encode_all(many)] == expected
+    assert len(tokenizer._encoded) <= 1024 and "x" * 5000 not in tokenizer._encoded

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from itertools import pairwise
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from pyllm.tokenizer import Tokenizer
+from pyllm.tokenizer_ascii import AsciiCuts
+from pyllm.tokenizer_bpe import BpeModel
 from pyllm.tokenizer_pre import PRE_TOKENIZERS
 from pyllm.tokenizer_special import SpecialTokens
 from pyllm.tokenizer_spm import SpmModel
@@ -143,3 +146,46 @@ def test_final_spaces_of_deepseek_llm_are_those_of_the_original_pattern() -> Non
     for _ in range(500):
         text = "".join(rng.choices("a \t\u3000", k=rng.randrange(12)))
         assert ours.pre_tokenize_str(text) == original.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize("patterns", sorted({pre.patterns for pre in PRE_TOKENIZERS.values()}))
+def test_ascii_texts_are_cut_as_the_package_cuts_them(patterns: tuple[str, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of `re`, about sets that may mean something else one day
+        cuts = AsciiCuts.of(patterns)
+    if cuts is None:
+        assert any("$" in pattern.replace(r"\$", "") for pattern in patterns)
+        return
+    package = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns])
+    rng, everything = random.Random(str(patterns)), [chr(code) for code in range(128)]
+    texts = everything + [left + right for left in everything for right in "a1 '\n.S\x1f"]
+    for number in range(2000):
+        letters = everything if number % 3 == 0 else "aA '\n\r\t 1.$sSrRetdlLmM`-_!12 "
+        texts.append("".join(rng.choices(letters, k=rng.randrange(16))))
+    for text in texts:
+        assert cuts.cut(text) == [piece for piece, _ in package.pre_tokenize_str(text)], text
+
+
+def test_patterns_that_python_would_understand_otherwise_are_left_to_the_package() -> None:
+    for pattern in (r"a$", r"\p{M}+", r"\p{L}|x+$"):
+        assert AsciiCuts.of([r"\p{N}", pattern]) is None
+    assert AsciiCuts.of([r"[a$]|[\p{L}\p{M}]+|\$"]) is not None
+    with pytest.raises(KeyError):
+        AsciiCuts.of([r"\p{Han}"])
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "smollm", "deepseek-llm", "default"])  # merges are ignored, or are not
+def test_pieces_that_are_remembered_are_encoded_as_whole_texts(pre: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyllm.tokenizer_bpe._MOST_PIECES", 100)
+    monkeypatch.setattr("pyllm.tokenizer_bpe._SHORT", 40)
+    pairs = ("a b", "ab a", "b a", "Ġ a", "1 2", "aba b")
+    model = BpeModel(read_vocabulary(bpe_metadata(pairs, pre=pre), "x.gguf"))
+    rng = random.Random(pre)
+    texts = ["", "x" * 1000, "ab " * 30, *(random_text(rng) for _ in range(100))]
+    texts += ["".join(rng.choices("ab 12\n\x00.", k=rng.randrange(60))) for _ in range(300)]
+    expected = [model._pipeline.encode(text, add_special_tokens=False).ids for text in texts]
+    for _ in range(2):
+        assert [model.encode(text) for text in texts] == expected
+        assert model.encode_all(texts) == expected
+    assert model.encode_all(texts[:3]) == expected[:3] and model.encode_all([]) == []
+    assert len(model._pieces) <= 100 and max(map(len, model._pieces), default=0) <= 64
