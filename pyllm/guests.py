@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from pyllm.interrupts import deferred_interrupt
 
 _PAUSE = 50e-6  # seconds; enough for the other thread to wake up and take the lock
 
@@ -24,6 +29,12 @@ class Guests:
 
     def __exit__(self, *exc_info: object) -> None:
         self._threads.discard(threading.get_ident())
+
+    @contextmanager
+    def alone(self, lock: AbstractContextManager[Any]) -> Iterator[None]:
+        """With the lock, and without Ctrl-C: for changes that belong together."""
+        with deferred_interrupt(), self, lock:
+            yield
 
     def give_way(self) -> None:
         """To be called between two steps, without the lock."""

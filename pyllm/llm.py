@@ -31,6 +31,7 @@ from pyllm.gguf_file import GGUFModel
 from pyllm.gguf_split import open_model
 from pyllm.guests import Guests
 from pyllm.input_block import InputLayout
+from pyllm.interrupts import deferred_interrupt
 from pyllm.kv_cache import KVCache
 from pyllm.kv_trace import DEFAULT_EVERY, KVTrace
 from pyllm.kv_types import KV_TYPES, KVType, kv_type_by_name
@@ -562,11 +563,12 @@ class LLM:
                 self._kept.end(request)
             # Of hundreds that end together nobody asks for more than one's; but one without a sampler has large logits.
             self._stats = request.stats if request.sampler is not None else partial(dict, request.stats())
-        if self._lock.acquire(blocking=False):
-            try:
-                self._scheduler.drop_ended()
-            finally:
-                self._lock.release()
+        with deferred_interrupt():  # or nobody lets the lock go
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._scheduler.drop_ended()
+                finally:
+                    self._lock.release()
 
     def save_session(
         self,

@@ -125,8 +125,11 @@ class Scheduler:
     def drop_ended(self) -> None:
         """Take marked requests out, unless a step is going on. Their pages are free at once: work that is queued later
         comes later in the stream."""
-        while self._ended and not self._busy:
-            self._end(self._ended.popleft(), "cancelled")
+        if not self._ended or self._busy:
+            return
+        with deferred_interrupt():
+            while self._ended and not self._busy:
+                self._end(self._ended.popleft(), "cancelled")
 
     def interrupt(self) -> None:
         """End all requests that were added before. Safe in a signal handler: it only sets a number."""

@@ -58,6 +58,10 @@ class Entry:
         shared = _shared(self.tokens, ids)
         return shared if self.states is None else max((p for p in self.states if p <= shared), default=0)
 
+    def covers(self, token_ids: Sequence[int]) -> bool:
+        """Whether it has a conversation, but for a little."""
+        return _shared(self.tokens, np.array(token_ids, np.int64)) >= len(token_ids) - LEAST
+
 
 @dataclass
 class _Pending:
@@ -114,6 +118,7 @@ class DiskTier:
 
     def _load(self, entry: Entry) -> bool:
         """False when the entry is gone now, and another may be tried."""
+        seen = _status(entry.path)
         try:
             self._sessions.load(entry.path)
         except (ContextError, PinnedMemoryError) as error:
@@ -126,14 +131,21 @@ class DiskTier:
             return False
         except SessionError as error:
             self._entries = [other for other in self._entries if other is not entry]
-            if entry.path.exists():
+            if self._remove_damaged(entry.path, seen):
                 _log.warning("%s; it is removed from the cache", error)
-                with self._locked():
-                    entry.path.unlink(missing_ok=True)
             return False
         with contextlib.suppress(OSError):
             os.utime(entry.path)
         return True
+
+    def _remove_damaged(self, path: Path, seen: os.stat_result | None) -> bool:
+        """Remove a file, unless it is not the one any more that was seen: another process may have written it anew."""
+        with self._locked():
+            now = _status(path)
+            if seen is None or now is None or not os.path.samestat(seen, now):
+                return False
+            path.unlink()
+            return True
 
     def _look(self) -> None:
         """See what is in the folder, where it has changed."""
@@ -208,28 +220,31 @@ class DiskTier:
         return max(0.01, IDLE - (time.monotonic() - min(one.since for one in self._pending)))
 
     def _write(self, token_ids: tuple[int, ...]) -> None:
-        self._look()
-        ids = np.array(token_ids, np.int64)
-        if any(_shared(entry.tokens, ids) >= len(ids) - LEAST for entry in self._entries):
-            return  # but for a little, it is there
-        size = self._sessions.size(token_ids)
-        if not size:
-            return  # it is not kept any more
-        if size > self._budget:
-            _log.warning("a conversation of %d bytes is larger than the cache on disk (--cache-disk); not kept", size)
-            return
+        # Reads all weights the first time, so without the lock.
         name = hashlib.sha256(json.dumps([dict(self._identity), token_ids]).encode()).hexdigest()[:32]
         with self._locked():
+            self._look()
+            known, size = self._sessions.extent(token_ids)  # the rest is not kept any more
+            if known < LEAST or any(entry.covers(token_ids[:known]) for entry in self._entries):
+                return
+            if size > self._budget:
+                told = "a conversation of %d bytes is larger than the cache on disk (--cache-disk); not kept"
+                _log.warning(told, size)
+                return
             self._make_room(size)
-            try:
-                self._sessions.save(self._folder / f"{name}{SUFFIX}", token_ids, {})
-            except UsageError:
-                if self._sessions.size(token_ids):
-                    raise
-                return  # it gave way meanwhile
-            for entry in self._entries:
-                if len(entry.tokens) < len(ids) and _shared(entry.tokens, ids) == len(entry.tokens):
-                    entry.path.unlink(missing_ok=True)
+            self._save(self._folder / f"{name}{SUFFIX}", token_ids)
+
+    def _save(self, path: Path, token_ids: tuple[int, ...]) -> None:
+        try:
+            saved = np.array(self._sessions.save(path, token_ids, {}).token_ids, np.int64)
+        except UsageError:
+            if self._sessions.extent(token_ids)[0]:
+                raise
+            return  # it gave way meanwhile
+        for entry in self._entries:
+            goes_on_from = len(entry.tokens) < len(saved) and _shared(entry.tokens, saved) == len(entry.tokens)
+            if goes_on_from and entry.path != path:
+                entry.path.unlink(missing_ok=True)
 
     def _own_files(self) -> list[Path]:
         """Those with names that this tier gives: whatever else is in the folder is somebody's."""
@@ -263,6 +278,13 @@ class DiskTier:
             raise SessionError(f"{self._folder}: the cache cannot be written: {error.strerror}") from error
         finally:
             os.close(handle)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _shared(tokens: np.ndarray, ids: np.ndarray) -> int:

@@ -71,7 +71,7 @@ class KeptPrompts:
     def begin(self, request: Request) -> None:
         """Before a request is queued: bring what files know of it. Without the engine's lock."""
         if self.disk is not None and request.sampler is not None:
-            with self._guests, self._lock:
+            with self._guests.alone(self._lock):
                 known = self.index.known(request.token_ids[:-1], anywhere=True)
             self.disk.bring(request.token_ids, known)
         request.bytes_before = self.bytes_moved
@@ -89,13 +89,13 @@ class KeptPrompts:
 
     def forget(self, token_ids: Sequence[int] | None) -> None:
         """See `LLM.forget`."""
-        with self._guests, self._lock:
+        with self._guests.alone(self._lock):
             self.index.clear(token_ids)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Of each kind of pinned memory that is in use, its bytes, high_water_bytes and budget_bytes."""
         owners = {"checkpoints": self._cache.recurrent, "pages": self._tier, "sessions": self.sessions}
-        with self._guests, self._lock:  # counting takes back what copies are done with
+        with self._guests.alone(self._lock):  # counting takes back what copies are done with
             return {name: owner.pool.stats() for name, owner in owners.items() if owner is not None}
 
     def close(self) -> None:

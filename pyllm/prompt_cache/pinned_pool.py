@@ -160,6 +160,11 @@ class PinnedPool:
             self.give_back(block)
 
     @property
+    def blocks(self) -> list[Block]:
+        """All that copies may still use: those that are kept, and those given back."""
+        return [*self._kept, *self._retired]
+
+    @property
     def retiring(self) -> Block | None:
         """A block that was given back and that a copy still uses; wait for it to have it to take."""
         return next((block for block in self._retired if not block.num_pins), None)

@@ -97,6 +97,10 @@ class Sessions:
         size = self._copies.num_bytes
         self.pool = PinnedPool(cache.device, size, IN_FLIGHT * size, "a page", evicts=False)
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """The engine's lock. Ctrl-C waits: what is held has to be noted, or nobody lets it go."""
+        return self._guests.alone(self._lock)
+
     # saving
 
     def save(self, path: Path, token_ids: Sequence[int], chat: Mapping[str, Any]) -> Session:
@@ -109,8 +113,7 @@ class Sessions:
         with self._one_at_a_time:
             held = None
             try:
-                # Ctrl-C waits: what is held has to be noted, or nobody lets it go.
-                with deferred_interrupt(), self._guests, self._lock:
+                with self._alone():
                     self.pool.give_all_back()  # of one that was interrupted between taking a block and noting it
                     held = self._index.hold(token_ids)
                 if not held.length:
@@ -119,17 +122,28 @@ class Sessions:
                 self._write(path, held, chat, shifted)
             finally:
                 if held is not None:
-                    with self._guests, self._lock:
-                        self._index.let_go(held)
+                    with deferred_interrupt():
+                        self._let_go(held)
         return Session(list(held.token_ids), dict(chat), path.stat().st_size, shifted)
 
-    def size(self, token_ids: Sequence[int]) -> int:
-        """Bytes that `save` would write, about; 0 when nothing is known of these tokens."""
-        with self._guests, self._lock:
+    def _let_go(self, held: Held) -> None:
+        """When nothing reads it any more: a save that broke off leaves copies on their way."""
+        try:
+            with self._alone():
+                blocks = self.pool.blocks
+            for block in blocks:
+                block.wait()
+        finally:
+            with self._alone():
+                self._index.let_go(held)
+
+    def extent(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """How many of these tokens are known, which `save` would write, and how many bytes that is, about."""
+        with self._alone():
             held = self._index.hold(token_ids)
             try:
                 states = sum(saved.values.nbytes for saved in held.states)
-                return len(held.pages) * self._copies.rows_bytes + states + 8 * held.length
+                return held.length, len(held.pages) * self._copies.rows_bytes + states + 8 * held.length
             finally:
                 self._index.let_go(held)
 
@@ -155,7 +169,7 @@ class Sessions:
                 while queued:
                     self._write_page(writer, held, *queued.popleft())
             finally:  # of a save that broke off
-                with self._guests, self._lock:
+                with self._alone():
                     for index, block in queued:
                         if held.hosts[index] is None:
                             self.pool.give_back(block)
@@ -175,7 +189,7 @@ class Sessions:
     def _write_page(self, writer: SessionWriter, held: Held, index: int, block: Block) -> None:
         try:
             host = held.hosts[index]
-            with self._guests, self._lock:  # a copy to the device writes tags
+            with self._alone():  # a copy to the device writes tags
                 epoch = host.epoch if host is not None else held.epochs[index]
                 is_sound = self._copies.is_sound(block, held.rows_of(index), epoch)
             if not is_sound:
@@ -183,7 +197,7 @@ class Sessions:
             writer.write(block.array[: self._copies.rows_bytes])
         finally:
             if held.hosts[index] is None:
-                with self._guests, self._lock:
+                with self._alone():
                     self.pool.give_back(block)
 
     # loading
@@ -198,7 +212,7 @@ class Sessions:
         with SessionReader(path) as reader, self._one_at_a_time:
             loading = _Loading()
             try:
-                with deferred_interrupt(), self._guests, self._lock:
+                with self._alone():
                     self.pool.give_all_back()  # as in `save`
                     self._index.num_guests += 1
                     loading.is_guest = True
@@ -210,23 +224,28 @@ class Sessions:
                 shifted = reader.json("rows")["shifted"]
                 session = Session(reader.tokens.tolist(), reader.json("chat"), reader.size, shifted)
             except BaseException:
-                with self._guests, self._lock:
+                with self._alone():
                     for state in loading.states:
                         self._cache.recurrent.drop(state)  # type: ignore[union-attr]
                 raise
             else:
-                with self._guests, self._lock:
+                with self._alone():
                     self._index.insert(session.token_ids, loading.pages, loading.epochs, loading.states, shifted)
             finally:
-                for copy in loading.copies:
-                    copy.synchronize()
-                with self._guests, self._lock:
-                    self._index.num_guests -= loading.is_guest
-                    for saved in loading.states:
-                        saved.block.num_pins -= 1
-                    for page in loading.pages:
-                        self._cache.let_go(page)
+                with deferred_interrupt():
+                    self._end_loading(loading)
         return session
+
+    def _end_loading(self, loading: _Loading) -> None:
+        """Let go of what was brought in: somebody else has it now, or it is of no use."""
+        for copy in loading.copies:
+            copy.synchronize()
+        with self._alone():
+            self._index.num_guests -= loading.is_guest
+            for saved in loading.states:
+                saved.block.num_pins -= 1
+            for page in loading.pages:
+                self._cache.let_go(page)
 
     def _check(self, reader: SessionReader) -> None:
         """All that can be checked without reading rows."""
@@ -260,28 +279,27 @@ class Sessions:
         """Read, check and copy page after page to fresh pages of the device, several at a time."""
         count = self._cache.pages_for(len(reader.tokens))
         queued: deque[tuple[int, Block, Future[int]]] = deque()
-        with ThreadPoolExecutor(CHECKERS, "pyllm-session") as threads:
-            try:
-                for index in range(count + IN_FLIGHT - 1):
-                    if index < count:
-                        block = self._take_block(str(reader.path))
-                        queued.append((index, block, threads.submit(reader.read, f"page.{index}", block.writable())))
-                    if index >= IN_FLIGHT - 1 and queued:
-                        self._take_page(reader, loading, *queued.popleft())
-                while queued:
+        threads = ThreadPoolExecutor(CHECKERS, "pyllm-session")
+        try:
+            for index in range(count + IN_FLIGHT - 1):
+                if index < count:
+                    block = self._take_block(str(reader.path))
+                    queued.append((index, block, threads.submit(reader.read, f"page.{index}", block.writable())))
+                if index >= IN_FLIGHT - 1 and queued:
                     self._take_page(reader, loading, *queued.popleft())
-            finally:
-                for _, block, future in queued:
-                    future.cancel()
-                    if not future.cancelled():
-                        future.exception()
-                    with self._guests, self._lock:
+            while queued:
+                self._take_page(reader, loading, *queued.popleft())
+        finally:
+            with deferred_interrupt():  # nobody has a block that a thread may still write
+                threads.shutdown(cancel_futures=True)
+                with self._alone():
+                    for _, block, _ in queued:
                         self.pool.give_back(block)
 
     def _take_block(self, path: str, use: Callable[[Block], object] = lambda block: None) -> Block:
         """A block for copies, and what is done with it under the same lock. Waits while all blocks are being copied."""
         while True:
-            with self._guests, self._lock:
+            with self._alone():
                 block = self.pool.take()
                 if block is not None:
                     try:
@@ -298,7 +316,7 @@ class Sessions:
     def _take_page(self, reader: SessionReader, loading: _Loading, index: int, block: Block, read: Future[int]) -> None:
         try:
             reader.check(f"page.{index}", read.result())
-            with deferred_interrupt(), self._guests, self._lock:
+            with self._alone():
                 if not self._index.make_room(1):
                     room = self._cache.num_pages * self._cache.page_size
                     raise ContextError(
@@ -313,7 +331,7 @@ class Sessions:
                     self._copies.load(block, page, min(size, len(reader.tokens) - index * size), epoch)
                 )
         finally:
-            with self._guests, self._lock:
+            with self._alone():
                 self.pool.give_back(block)
 
     def _read_states(self, reader: SessionReader, loading: _Loading) -> None:
@@ -322,7 +340,7 @@ class Sessions:
             return
         names = [name for name in reader.sections if name.startswith("state.")]
         for name in reversed(names):  # the last ones are worth most, should the budget be small
-            with deferred_interrupt(), self._guests, self._lock:
+            with self._alone():
                 saved = recurrent.new_checkpoint(int(name[6:]))
                 if saved is None:
                     break

@@ -70,6 +70,61 @@ def test_what_is_short_or_known_is_not_written(name: str, tmp_path: Path) -> Non
     assert files(tmp_path)[0].stat().st_ino == inode
 
 
+def test_what_is_left_of_a_conversation_replaces_no_more_of_it(name: str, tmp_path: Path) -> None:
+    """Most of the pages gave way to another conversation before it was written."""
+    with engine(name, tmp_path, ctx_size=240) as llm:
+        talk = IDS[name][:90] + ask(llm, IDS[name][:90])
+    (path,) = files(tmp_path)
+    with engine(name, tmp_path, ctx_size=240) as llm:
+        ask(llm, [*talk, *IDS[name][120:225]])
+        ask(llm, IDS[name][100:240], 20)
+    assert path.exists()
+    with engine(name, tmp_path, ctx_size=240) as llm:
+        ask(llm, talk)
+        assert llm.stats["cached_tokens"] >= 90
+
+
+def test_all_of_a_conversation_takes_the_place_of_what_was_left_of_it(tmp_path: Path) -> None:
+    """Both files have the name that its tokens give."""
+    talk = IDS[PLAIN][:200]
+    with engine(PLAIN, tmp_path, ctx_size=240) as llm:
+        ask(llm, talk)
+        ask(llm, IDS[PLAIN][140:240], 20)
+    parts = {path: path.stat().st_size for path in files(tmp_path)}
+    assert len(parts) == 2
+    with engine(PLAIN, tmp_path, ctx_size=240) as llm:
+        ask(llm, talk)
+    assert set(files(tmp_path)) == set(parts)
+    with engine(PLAIN, tmp_path, ctx_size=240) as llm:
+        ask(llm, talk)
+        assert llm.stats["cached_tokens"] == len(talk) - 1
+
+
+def test_a_file_that_was_written_anew_is_not_removed_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(PLAIN, tmp_path) as llm:
+        ask(llm, IDS[PLAIN][:90])
+    (path,) = files(tmp_path)
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :])
+    with engine(PLAIN, tmp_path) as llm:
+        load = llm._kept.disk._sessions.load  # type: ignore[union-attr]
+
+        def replaced(path: Path) -> None:
+            try:
+                load(path)
+            finally:
+                fresh = path.with_name("fresh")
+                fresh.write_bytes(good)  # by another process
+                fresh.rename(path)
+
+        monkeypatch.setattr(llm._kept.disk._sessions, "load", replaced)  # type: ignore[union-attr]
+        ask(llm, IDS[PLAIN][:90])
+        monkeypatch.undo()
+    assert path.read_bytes() == good and not caplog.records
+
+
 def test_conversations_are_written_when_they_are_left_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,11 +23,15 @@ import pytest
 from pyllm.device.host import HostDevice
 from pyllm.errors import ContextError, PyllmError, SessionError, UsageError
 from pyllm.gguf_file import GGUFFile
+from pyllm.kv_cache import KVCache
 from pyllm.llm import LLM
 from pyllm.prompt_cache.folder import session_files
+from pyllm.prompt_cache.index import Held, PrefixIndex
 from pyllm.prompt_cache.page_copies import PageCopies
+from pyllm.prompt_cache.pinned_pool import PinnedPool
 from pyllm.prompt_cache.session_file import Section, SessionReader, SessionWriter
 from pyllm.prompt_cache.sessions import IN_FLIGHT, Sessions
+from pyllm.prompt_cache.tree import Tree
 from tests import edited_model
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, quant_path, reference
@@ -535,6 +539,34 @@ def test_a_save_that_fails_leaves_the_next_one_its_memory(tmp_path: Path, monkey
         llm.load_session(tmp_path / "a.session")
 
 
+def test_pages_are_held_until_the_copies_of_a_save_that_failed_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(PLAIN) as llm:
+        tokens(llm.generate(IDS[PLAIN], greedy(3)))
+        save, let_go, copies, running = PageCopies.save, PrefixIndex.let_go, [], []
+
+        def late(self: PageCopies, *args: Any) -> Any:
+            llm._device.copies.stream.enqueue(lambda: time.sleep(0.02))  # type: ignore[attr-defined]
+            copies.append(save(self, *args))
+            return copies[-1]
+
+        def full(self: SessionWriter, content: np.ndarray) -> None:
+            if content.dtype == np.uint8:
+                raise SessionError("no space left")
+
+        def noted(self: PrefixIndex, held: Held) -> None:
+            running.extend(not copy.query() for copy in copies)
+            let_go(self, held)
+
+        monkeypatch.setattr(PageCopies, "save", late)
+        monkeypatch.setattr(SessionWriter, "write", full)
+        monkeypatch.setattr(PrefixIndex, "let_go", noted)
+        with pytest.raises(SessionError, match="no space left"):
+            llm.save_session(tmp_path / "a.session")
+        assert len(running) == IN_FLIGHT and not any(running)
+
+
 @pytest.mark.parametrize("path", ["/", ".", "..", "/dev/null"])
 def test_what_is_no_file_is_not_replaced(path: str) -> None:
     with engine(PLAIN) as llm:
@@ -602,3 +634,69 @@ def test_ctrl_c_when_a_session_begins_holds_nothing(
         assert llm._kept.index.num_guests == 0
         llm.forget()
         assert cache.num_free_pages == cache.num_pages
+
+
+MOMENTS = {
+    "save": [(KVCache, "hold"), (KVCache, "let_go"), (PinnedPool, "take"), (PinnedPool, "give_back")],
+    "load": [(Tree, "append"), (KVCache, "hold"), (KVCache, "let_go"), (PinnedPool, "take"), (PinnedPool, "give_back")],
+    "forget": [(Tree, "remove"), (KVCache, "let_go")],
+    "end": [(Tree, "append"), (KVCache, "hold"), (KVCache, "release")],
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "owner", "method"),
+    [(what, *moment) for what, moments in MOMENTS.items() for moment in moments],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_ctrl_c_leaves_no_change_half_done(
+    saved: tuple[Path, list[int]],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    owner: type,
+    method: str,
+) -> None:
+    """In the middle of what belongs together: behind each call of a method, one after the other."""
+    path, ids = saved
+    with engine(name) as llm:
+        cache, kept = llm._cache, llm._kept
+        assert kept is not None
+        called, moment, num_interrupted, original = 0, 0, 0, getattr(owner, method)
+
+        def interrupted(self: Any, *args: Any) -> Any:
+            nonlocal called
+            found = original(self, *args)
+            called += 1
+            if called == moment:
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+        for moment in range(1, 5):
+            llm.load_session(path)
+            running = llm.generate([7, *ids], greedy(5))
+            for _ in range(3):
+                next(running)
+            called = 0
+            actions: dict[str, Callable[[], object]] = {
+                "save": lambda: llm.save_session(path, ids[:-1]),
+                "load": lambda: (llm.forget(), llm.load_session(path)),
+                "forget": llm.forget,
+                "end": running.close,  # type: ignore[attr-defined]  # (a generator)
+            }
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, method, interrupted)
+                try:
+                    actions[what]()
+                    assert called < moment
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+            running.close()  # type: ignore[attr-defined]
+            assert kept.index.num_guests == 0
+            llm.forget()
+            assert cache.num_free_pages == cache.num_pages == len(set(cache._free)) and not any(cache._references)
+            assert llm._lock.acquire(blocking=False)
+            llm._lock.release()
+        assert num_interrupted
+        llm.load_session(path)
+        same_as_fresh(llm, name, [*ids, 9, 8, 7])
