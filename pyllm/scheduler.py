@@ -28,6 +28,7 @@ from pyllm.request import Request
 from pyllm.sampling import Sampled, plain_sampled
 
 STARTED_TOGETHER = 16  # a part of all sequences so small
+FEW_PARTS = 16  # pages that are filled in part, beside each other, of prompts whose answers are not kept
 HELD_BACK = 16  # steps, at most, that a request waits for others to start with
 FIRST_PARTS = (8, 2)  # parts of a ubatch that do for the first ones, see `start_prompts`
 _UNKNOWN = (0,)  # in the place of a token that only the device knows
@@ -588,13 +589,16 @@ class Scheduler:
             if self._index is not None:
                 self._index.forget(page)
 
-    def _worth_keeping(self, request: Request) -> list[int]:
-        """Without its answer, whole pages of the prompt: those that are filled in part are looked through one by one,
-        which takes long among hundreds. But where a state is needed, it is that at the prompt's end."""
+    def _worth_keeping(self, index: PrefixIndex, request: Request) -> list[int]:
+        """Without its answer, the prompt; only whole pages of it where many end beside each other in pages that are
+        filled in part, which are looked through one by one. But where a state is needed, it is that at the prompt's
+        end."""
         if request.keeps_answer:
             return request.token_ids
-        rest = request.num_prompt % self._cache.page_size if self._cache.recurrent is None else 0
-        return request.token_ids[: request.num_prompt - rest]
+        prompt = request.token_ids[: request.num_prompt]
+        if self._cache.recurrent is not None or index.num_parts(prompt) < FEW_PARTS:
+            return prompt
+        return prompt[: len(prompt) - len(prompt) % self._cache.page_size]
 
     def _end(self, request: Request, reason: str, error: PyllmError | None = None) -> None:
         request.finish(reason, error)
@@ -608,6 +612,6 @@ class Scheduler:
                 if self._index is not None and reason != "error":
                     if request.keeps_answer:
                         save_end_of_turn(self._cache, request, kv)
-                    self._index.keep(self._worth_keeping(request), kv)
+                    self._index.keep(self._worth_keeping(self._index, request), kv)
                 self._cache.release(kv)
         request.is_out = True

@@ -140,6 +140,10 @@ class PrefixIndex:
         """How many tokens of a prompt have rows on the device, so that it needs no pages for them; or anywhere."""
         return self._tree.longest(token_ids, on_device=not anywhere)[1]
 
+    def num_parts(self, token_ids: Sequence[int]) -> int:
+        """How many pages that are filled in part lie behind the whole pages of some tokens."""
+        return self._tree.num_parts(token_ids)
+
     def keep(self, token_ids: Sequence[int], seq: SequenceKV) -> None:
         """Keep the clean rows of a sequence that is about to be released, and its checkpoints.
 

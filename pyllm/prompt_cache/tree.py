@@ -124,6 +124,13 @@ class Tree:
             node = following
         return best
 
+    def num_parts(self, token_ids: Sequence[int]) -> int:
+        """How many children that are not full the node has at which the whole pages of some tokens end."""
+        node: Node | None = self.root
+        for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
+            node = node.children.get(tuple(token_ids[start : start + self._page_size])) if node is not None else None
+        return len(node.parts) if node is not None else 0
+
     def add(self, node: Node, tokens: tuple[int, ...], page: int, epoch: int) -> tuple[Node, bool]:
         """The child of a node for some tokens, and whether it was made now; one that has these and more is as good."""
         child = node.children.get(tokens)

@@ -17,6 +17,7 @@ from pyllm.kv_types import KV_TYPES
 from pyllm.llm import LLM, EngineOptions
 from pyllm.prompt_cache.index import PrefixIndex
 from pyllm.sampling import SamplingParams
+from pyllm.scheduler import FEW_PARTS
 from tests.refdata import model_path
 
 SIZE = 4
@@ -260,7 +261,23 @@ def test_an_answer_that_nobody_will_go_on_from_is_not_kept(keep_answer: bool) ->
             llm.advance()
             while (chunk := generation.take()) is not None:
                 first.append(chunk.token)  # type: ignore[arg-type]
-        assert llm._scheduler._index.num_pages == (10 if keep_answer else 4)  # type: ignore[union-attr]
+        assert llm._scheduler._index.num_pages == (10 if keep_answer else 5)  # type: ignore[union-attr]
         following = [*prompt, *first, 7, 8]
         assert answer(llm, following) == answer(fresh, following)
-        assert llm.stats["cached_tokens"] == (76 if keep_answer else 32)  # whole pages of the prompt
+        assert llm.stats["cached_tokens"] == (76 if keep_answer else 37)
+
+
+def test_of_many_prompts_that_begin_alike_few_ends_are_kept() -> None:
+    """Each has a whole page, which all share, and a part of the next."""
+    beginning = list(range(3, 12))
+    with engine(prefix_cache=True, ctx_size=400) as llm:
+        index, cached = llm._scheduler._index, list[int]()
+        assert index is not None
+        for number in range(30):
+            generation = llm.begin([*beginning, 20 + number], SamplingParams(max_tokens=2, temperature=0), False)
+            while not generation.has_ended:
+                llm.advance()
+            cached.append(generation.usage()[1])
+            assert index.num_parts([*beginning, 20 + number]) == min(number + 1, FEW_PARTS)
+        assert cached == [0, *[9] * 29]
+        assert index.num_parts([99] * 20) == 0
