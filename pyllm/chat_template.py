@@ -215,7 +215,10 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}.content is of type {type(content).__name__}, expected a text or a list of parts")
     copied = _copied(message, where)
     copied["role"] = Own(copied["role"])  # the program's choice, not a user's
-    for call in copied.get("tool_calls") or ():
+    calls = copied.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise UsageError(f"{where}.tool_calls is of type {type(calls).__name__}, expected a list")
+    for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and "arguments" in function:
             function["arguments"] = _tool_arguments(function["arguments"])

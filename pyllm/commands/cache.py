@@ -147,16 +147,20 @@ def remove(names: tuple[str, ...], folder: str | None) -> None:
 @click.option("--max-size", metavar="SIZE", callback=byte_size, help="Keep the files used last, up to SIZE in all.")
 @click.option("--older-than", metavar="DAYS", type=click.FloatRange(0), help="Remove what was not used for DAYS.")
 def prune(folder: str | None, max_size: int | None, older_than: float | None) -> None:
-    """Remove files that are damaged or were not finished, and those that the options say.
+    """Remove files that are damaged or were not finished, and those that the options say. What does not begin as a
+    session does, or cannot be read, stays.
 
     \b
     pyllm cache prune --max-size 20G --older-than 30
     """
-    from pyllm.prompt_cache.folder import remove_partial
+    from pyllm.prompt_cache.folder import begins_as_session, remove_partial
 
     place, kept, removed = _folder(folder), 0, 0
     removed += remove_partial(place)
     for file in sorted(_files(folder), key=lambda file: -file.used):
+        if not begins_as_session(file.path):
+            note(f"Left alone: {file.name}, no session, or not readable")
+            continue
         reason = _why_not(file, kept, max_size, older_than)
         if reason is None:
             kept += file.size
@@ -173,9 +177,13 @@ def _why_not(file: _File, kept: int, max_size: int | None, older_than: float | N
         return f"not used for {older_than:g} days"
     if max_size is not None and kept + file.size > max_size:
         return "beyond --max-size"
+    from pyllm.prompt_cache.session_file import UnreadableSession
+
     try:
         with _reader(file.path):
             return None
+    except UnreadableSession:
+        return None
     except SessionError as error:
         return None if "newer pyllm" in str(error) else "damaged"
 

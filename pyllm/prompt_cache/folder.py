@@ -101,18 +101,41 @@ def left_behind(folder: Path) -> list[Path]:
 
 
 def _is_left(path: Path) -> bool:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    handle = _opened(path)
+    if handle is None:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        start = os.pread(handle, len(_BEGINNING), _LENGTH_BYTES)
-        return stat.S_ISREG(os.fstat(handle).st_mode) and _BEGINNING.startswith(start)
+        return _begins_as_session(handle)
     except OSError:
         return False
     finally:
         os.close(handle)
+
+
+def begins_as_session(path: Path) -> bool:
+    """Whether a file begins as session files do, whatever is behind that; no for one that cannot be read."""
+    handle = _opened(path)
+    if handle is None:
+        return False
+    try:
+        return _begins_as_session(handle)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _begins_as_session(handle: int) -> bool:
+    start = os.pread(handle, len(_BEGINNING), _LENGTH_BYTES)
+    return stat.S_ISREG(os.fstat(handle).st_mode) and _BEGINNING.startswith(start)
 
 
 def session_files(folder: Path) -> list[Path]:

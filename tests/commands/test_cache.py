@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -15,6 +16,7 @@ from pyllm.commands import main
 from pyllm.commands.options import byte_size
 from pyllm.conversation import Conversation
 from pyllm.prompt_cache.folder import session_path
+from pyllm.prompt_cache.session_file import SessionReader
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path
 
@@ -90,6 +92,30 @@ def test_prune(pyllm: Run) -> None:
     assert not session_path("a").exists() and session_path("c").exists()
     assert "beyond --max-size" in pyllm("prune", "--max-size", "10").stderr
     assert not session_path("c").exists()
+
+
+def test_prune_leaves_alone_what_is_no_session(pyllm: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs have files of that name, too; and what cannot be read now may be in order."""
+    folder = session_path("a").parent
+    (folder / "of_others.session").write_bytes(b"SQLite format 3\0" + bytes(100))
+    (folder / "link.session").symlink_to(tmp_path / "of_others")
+    (tmp_path / "of_others").write_bytes(b"1")
+    (folder / "empty.session").touch()  # as a session that was cut off: it holds nothing of anybody
+    os.utime(folder / "of_others.session", (1, 1))
+    read_header = SessionReader._read_header
+
+    def unreadable(self: SessionReader) -> None:
+        if self.path.name == "b.session":
+            self._unreadable(OSError(errno.EIO, "Input/output error"))
+        read_header(self)
+
+    monkeypatch.setattr(SessionReader, "_read_header", unreadable)
+    told = pyllm("prune", "--older-than", "3", "--max-size", "1G").stderr
+    assert "Left alone: of_others" in told and "Left alone: link" in told
+    assert {path.name for path in folder.iterdir()} == {
+        *("b.session", "c.session"),
+        *("of_others.session", "link.session"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def test_errors_name_the_line(source: str, message: str) -> None:
         ([{"role": 1}], "messages[0].role is 1"),
         ([{"role": "user", "content": 5}], "messages[0].content is of type int"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content is of type list"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls is of type int, expected a list"),
+        ([{"role": "assistant", "tool_calls": {"a": 1}}], "messages[0].tool_calls is of type dict, expected a list"),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0].extra is of type object"),
         ([{"role": "user", "content": "x", 5: "y"}], "messages[0] has a key that is not a text"),
     ],
