@@ -43,6 +43,7 @@ WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ
 LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost ...
 LIBRARY_WORK_WGMMA = 1 << 35  # ... and where `mul_mat_wgmma` is the other choice
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
+LIBRARY_ROWS = 65_024  # at a time: the second extent of a grid ends at 65,535
 
 
 class Gate(IntEnum):
@@ -482,7 +483,7 @@ def _parts_scratch(target: Target, num_tokens: int, weights: Sequence[Weight]) -
 
 
 def _rows_at_once(k: int) -> int:
-    return max(1, LIBRARY_SCRATCH // k)
+    return max(1, min(LIBRARY_ROWS, LIBRARY_SCRATCH // k))
 
 
 def _library_launches(x: Any, place: _Place, accumulate: bool, scratch: Any) -> list[KernelLaunch | GemmLaunch]:

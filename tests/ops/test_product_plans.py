@@ -1,0 +1,61 @@
+"""Plans of products at the sizes of real models, for GPUs that need not be there: launches that those take, and scratch
+that is enough."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pyllm.device.emulation.kernel import MAX_GRID
+from pyllm.ops.linear import linear_scratch, plan_linear
+from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
+from pyllm.ops.product_plan import Gate
+from pyllm.quants import FORMATS, QuantType
+from pyllm.weight import Weight
+
+TARGETS = (
+    Target("cuda", "sm_90", 32, "mma"),
+    Target("cuda", "sm_89", 32, "mma", 46),
+    Target("hip", "gfx1151", 32, "wmma", 40),
+    Target("hip", "gfx942", 64, "mfma", 304),
+)
+VOCABULARIES = (((49152,), 576), ((262144,), 640), ((151936,), 896), ((151936,), 1024), ((128256,), 4096))
+LAYERS = (((2048, 512, 512), 1024), ((4096, 1024, 1024), 4096), ((1000, 8), 2048), ((3072, 3072), 1024))
+COUNTS = (1, 9, 17, 33, 64, 128, 300, 512, 2048)
+
+
+def weight(qtype: QuantType, rows: int, k: int) -> Weight:
+    block = FORMATS[qtype]
+    dtype, columns = (
+        (np.float32, k) if qtype == QuantType.F32 else (np.uint8, k // block.block_size * block.block_bytes)
+    )
+    return Weight("test", (rows, k), qtype, np.broadcast_to(np.zeros(1, dtype), (rows, columns)))
+
+
+def check(target: Target, rows: tuple[int, ...], k: int, count: int, qtype: QuantType) -> None:
+    """Of the launches for so many tokens and matrices of so many rows."""
+    weights = [weight(qtype, number, k) for number in rows]
+    x, out = np.empty((count, k), np.float32), np.empty((count, sum(rows)), np.float32)
+    scratch = np.empty(linear_scratch(target, count, weights, x.dtype), np.float16)
+    written = []
+    for launch in plan_linear(target, x, weights, None, None, Gate.NONE, False, scratch, out):
+        if isinstance(launch, GemmLaunch):
+            written.append((launch.first_column, launch.b.shape[0]))
+            continue
+        assert isinstance(launch, KernelLaunch)
+        assert all(0 < extent <= most for extent, most in zip(launch.grid, MAX_GRID, strict=False)), launch
+        if launch.entry == "sum_parts":
+            parts, *_, shares, tokens, columns, _ = launch.args
+            assert parts.size == shares * tokens * columns
+    if written and len(rows) == 1:  # in pieces, all of it
+        ends = [*itertools.accumulate(size for _, size in written)]
+        assert [first for first, _ in written] == [0, *ends[:-1]] and ends[-1] == rows[0]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("qtype", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_vocabularies_and_layers_of_real_models(target: Target, qtype: str) -> None:
+    for (rows, k), count in itertools.product((*VOCABULARIES, *LAYERS), COUNTS):
+        check(target, rows, k, count, QuantType[qtype])
