@@ -8,7 +8,6 @@ tokens (`text_stream`) or of messages (`chat_template`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -176,15 +175,16 @@ class Tokenizer:
             return b"".join(pieces), opens
         # Without that space a token's piece is always the same.
         known = self._pieces_by_id[skip_special]
-        with suppress(KeyError):
-            return b"".join(map(known.__getitem__, token_ids)), self.is_special(token_ids[-1])
-        missing = [token_id for token_id in token_ids if token_id not in known]
-        if missing:
-            if len(known) >= _MOST_SHOWN:
+        try:
+            data = b"".join(map(known.__getitem__, token_ids))
+        except KeyError:
+            # Another thread may clear what is known.
+            fresh = {one: known.get(one) or self.token_bytes(one, skip_special) for one in dict.fromkeys(token_ids)}
+            data = b"".join(map(fresh.__getitem__, token_ids))
+            if len(known) + len(fresh) > _MOST_SHOWN:
                 known.clear()
-                missing = [*token_ids]
-            known.update((token_id, self.token_bytes(token_id, skip_special)) for token_id in missing)
-        return b"".join(map(known.__getitem__, token_ids)), self.is_special(token_ids[-1])
+            known.update(fresh)
+        return data, self.is_special(token_ids[-1])
 
     def piece(self, token_id: int, opens: bool, skip_special: bool = False) -> bytes:
         """Like `token_bytes`, without the space that `encode` added if the token opens a stretch of text: the first

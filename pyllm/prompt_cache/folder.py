@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -81,33 +80,37 @@ def _is_ours(path: Path) -> bool:
 
 def remove_partial(folder: Path) -> int:
     """Remove what processes left behind that were killed while they wrote; returns how many files."""
-    removed = 0
-    for path in left_behind(folder):
-        with contextlib.suppress(OSError):  # another's, or gone by now
-            path.unlink()
-            removed += 1
-    return removed
+    return sum(_is_left(path, remove=True) for path in _of_ended(folder))
 
 
 def left_behind(folder: Path) -> list[Path]:
     """Session files that were not finished and never will be: with the name of one that is being written, nothing but
     the beginning of one in it, no lock on it (`session_file` holds one while it writes) and no such process here."""
+    return [path for path in _of_ended(folder) if _is_left(path)]
+
+
+def _of_ended(folder: Path) -> list[Path]:
+    """Files with the name of one that is being written, by a process that is not there."""
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError:
         return []
     found = [(name, match[1]) for name in names if (match := _PARTIAL_NAME.fullmatch(name))]
-    return [folder / name for name, pid in found if not os.path.exists(f"/proc/{pid}") and _is_left(folder / name)]
+    return [folder / name for name, pid in found if not os.path.exists(f"/proc/{pid}")]
 
 
-def _is_left(path: Path) -> bool:
+def _is_left(path: Path, remove: bool = False) -> bool:
+    """Whether nobody will finish a file. It is removed under its lock: a writer that gets that then sees it."""
     handle = _opened(path)
     if handle is None:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _begins_as_session(handle)
-    except OSError:
+        is_left = _begins_as_session(handle)
+        if is_left and remove:
+            path.unlink()
+        return is_left
+    except OSError:  # somebody has the lock, or may not be asked; or it is gone by now
         return False
     finally:
         os.close(handle)

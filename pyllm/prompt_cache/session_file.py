@@ -90,13 +90,22 @@ class SessionWriter:
     def __enter__(self) -> Self:
         remove_partial(self._path.parent)
         with self._told():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._file = open(os.open(self._temporary, flags, 0o600), "wb", buffering=0)
+            self._file = self._created()
         with self._told(), self._removed_on_error():
-            with contextlib.suppress(OSError):  # not all file systems have locks; the process's number is in the name
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._put(self._header)
         return self
+
+    def _created(self) -> BinaryIO:
+        """The file, locked. To one that numbers processes otherwise this one seems to have ended: before there is a
+        lock it may remove the file, which then is made again."""
+        while True:
+            handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            file: BinaryIO = open(handle, "wb", buffering=0)  # noqa: SIM115
+            with contextlib.suppress(OSError):  # not all file systems have locks; the process's number is in the name
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()
 
     def write(self, content: np.ndarray) -> None:
         """The next section: C-contiguous, as many bytes as were said.

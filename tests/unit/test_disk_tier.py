@@ -15,8 +15,8 @@ import pytest
 
 from pyllm.errors import SessionError, UsageError
 from pyllm.llm import LLM
-from pyllm.prompt_cache import disk_tier
-from pyllm.prompt_cache.folder import left_behind, make_private, session_files
+from pyllm.prompt_cache import disk_tier, folder
+from pyllm.prompt_cache.folder import begins_as_session, left_behind, make_private, remove_partial, session_files
 from pyllm.prompt_cache.session_file import SessionReader, SessionWriter
 from tests.engine import greedy, open_engine, tokens
 from tests.refdata import model_path, reference
@@ -238,6 +238,25 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {*paths[3:], link, tmp_path / "b.session"}
     writing.close()
     assert left_behind(tmp_path) == [paths[4]]
+
+
+def test_a_file_that_goes_before_it_has_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process, which numbers processes otherwise, takes it for one that was left behind."""
+    flock, removed = fcntl.flock, 0
+
+    def late(file: Any, operation: int) -> None:
+        nonlocal removed
+        if removed < 2 and not isinstance(file, int):
+            monkeypatch.setattr(folder.os.path, "exists", lambda path: False)  # type: ignore[attr-defined]
+            removed += remove_partial(tmp_path)
+            monkeypatch.undo()
+            monkeypatch.setattr(fcntl, "flock", late)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with SessionWriter(tmp_path / "a.session", [], {}):
+        assert removed == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a.session"] and begins_as_session(tmp_path / "a.session")
 
 
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:

@@ -218,6 +218,16 @@ def test_pieces_together_are_those_one_by_one(vocabulary: str, skip_special: boo
         tokenizer.shown_pieces([0, tokenizer.vocab_size], False, skip_special)
 
 
+def test_another_thread_may_clear_the_pieces_that_are_known() -> None:
+    class Cleared(dict[int, bytes]):
+        def update(self, *args: Any) -> None:
+            self.clear()
+
+    tokenizer = next(one for one in map(tokenizer_of, VOCABULARIES) if not one._vocab.add_space_prefix)
+    tokenizer._pieces_by_id = Cleared(), Cleared()
+    assert tokenizer.shown_pieces([300, 301, 300], False)[0] == b"".join(map(tokenizer.token_bytes, [300, 301, 300]))
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_texts_together_are_encoded_as_one_by_one(vocabulary: str) -> None:
     tokenizer, rng = tokenizer_of(vocabulary), random.Random(vocabulary)
