@@ -34,6 +34,7 @@ FUSED_NORM_TOKENS = 2  # up to here every block may normalise the whole input fo
 FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
+MOST_STAGE_BYTES = 16 * 288  # of one of these, whatever the block type
 SUM_THREADS = 128
 MOST_SHARES = 8  # of k, of products of many tokens
 SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory, ...
@@ -122,9 +123,16 @@ def is_thin(target: Target, num_tokens: int) -> bool:
 
 def fuses_norm(target: Target, num_tokens: int, k: int) -> bool:
     """Whether that kernel normalises its input itself."""
-    if target.batch_invariant:
+    if target.batch_invariant or num_tokens > FUSED_NORM_TOKENS or 2 * FUSED_NORM_TOKENS * k > FUSED_NORM_BYTES:
         return False
-    return num_tokens <= FUSED_NORM_TOKENS and 2 * FUSED_NORM_TOKENS * k <= FUSED_NORM_BYTES
+    limit = SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB) if target.vendor == "cuda" else 64
+    warps = _thin_threads(target) // target.warp_size
+    return 2 * num_tokens * k + warps * STAGES * MOST_STAGE_BYTES <= limit << 10
+
+
+def _thin_threads(target: Target) -> int:
+    """Of a block of `mul_mat_thin` whose warps read x themselves."""
+    return 256 if target.vendor == "cuda" else 128
 
 
 def fuses_gate(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
@@ -367,7 +375,7 @@ class Staging:
             return shared
         block = FORMATS[weight.qtype]
         k = weight.shape[-1]
-        threads = 256 if target.vendor == "cuda" else 128
+        threads = _thin_threads(target)
         if block.block_size == 1:
             return cls(threads, 32, 32 * block.block_bytes, 0, True)
         if weight.qtype == QuantType.Q4_K:  # aligned, and decoded block by block: shared memory would be a detour

@@ -11,9 +11,11 @@ import pytest
 from pyllm.device.emulation.kernel import MAX_GRID
 from pyllm.ops.linear import linear_scratch, plan_linear
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
-from pyllm.ops.product_plan import Gate
+from pyllm.ops.product_plan import Gate, Norm
+from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
+from tests.ops.test_dense_ops import WEIGHT_TYPES
 
 TARGETS = (
     Target("cuda", "sm_90", 32, "mma"),
@@ -59,3 +61,19 @@ def check(target: Target, rows: tuple[int, ...], k: int, count: int, qtype: Quan
 def test_vocabularies_and_layers_of_real_models(target: Target, qtype: str) -> None:
     for (rows, k), count in itertools.product((*VOCABULARIES, *LAYERS), COUNTS):
         check(target, rows, k, count, QuantType[qtype])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("qtype", WEIGHT_TYPES, ids=lambda qtype: qtype.name)
+def test_products_fit_into_the_shared_memory_of_a_block(target: Target, qtype: QuantType) -> None:
+    """With the norm in front of them, too, which brings all of x into it."""
+    kib = SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB) if target.vendor == "cuda" else 64
+    for k, count, more in itertools.product((4096, 7168, 8192, 12288), (1, 2, 3, 9, 17, 64), ((), (1024, 1024), (64,))):
+        weights = [weight(qtype, rows, k) for rows in (64 if more == (64,) else k, *more)]
+        columns = sum(one.shape[0] for one in weights)
+        for gate in (Gate.NONE, Gate.SILU) if more == (64,) else (Gate.NONE,):
+            x, out = np.empty((count, k), np.float32), np.empty((count, 64 if gate else columns), np.float16)
+            size = linear_scratch(target, count, weights, x.dtype, norm=True, gate=bool(gate))
+            norm = Norm(np.empty(k, np.float32), 1e-5)
+            for launch in plan_linear(target, x, weights, norm, None, gate, False, np.empty(size, np.float16), out):
+                assert isinstance(launch, GemmLaunch) or launch.shared_bytes <= kib << 10, (k, count, more, launch)
