@@ -585,7 +585,7 @@ class LLM:
             chat: anything that JSON holds, for the program that loads it.
 
         Raises:
-            UsageError: nothing of the conversation is kept.
+            UsageError: nothing of the conversation is kept, and there is no `chat`.
             SessionError: the file cannot be written.
         """
         ids = None if token_ids is None else _token_ids(token_ids)

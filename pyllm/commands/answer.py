@@ -177,9 +177,14 @@ class Timings:
             load_seconds,
             prefill,
             decode,
-            _rate(stats["prompt_tokens"] - stats.get("cached_tokens", 0) if generated else 0, prefill),
+            _rate(_computed(stats) if generated else 0, prefill),
             _rate(generated - 1, decode),
         )
+
+
+def _computed(stats: Mapping[str, Any]) -> int:
+    """Tokens of the prompt that were: neither there before, nor dropped because the context was full."""
+    return int(stats.get("evaluated_tokens", stats["prompt_tokens"] - stats.get("cached_tokens", 0)))
 
 
 def _rate(tokens: int, seconds: float) -> float:

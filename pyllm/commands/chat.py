@@ -280,7 +280,8 @@ class Chat:
         full = answer.finish_reason == "length" and len(answer.tokens) != self._sampling.max_tokens
         if reason := why_cut_off(self._llm, answer, self._sampling.max_tokens):
             note(reason + self._advice(full))
-        used, size = stats["prompt_tokens"] + stats["generated_tokens"], self._llm.ctx_size
+        size = self._llm.ctx_size
+        used = min(size, max(0, stats["prompt_tokens"] + stats["generated_tokens"] - stats.get("dropped_tokens", 0)))
         timings = Timings.of(0.0, stats)
         rate = timings.decode_tokens_per_second
         self._status = status_text(used, size, stats["prompt_tokens"], stats.get("cached_tokens", 0), rate)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _METER = 20  # characters
 _SHIFTED = "; those behind them were shifted when the context was full, and are computed anew"
+_TEXTS_ALONE = "; what was said is there, all of it is computed anew"
 
 
 class Asker(Protocol):
@@ -80,14 +81,13 @@ def save(llm: LLM, name: str, conversation: Conversation) -> None:
     """Write a session.
 
     Raises:
-        UsageError: nothing of the conversation is kept.
         SessionError: it cannot be written.
     """
     path = ready_path(name)
     ids = llm.chat_tokens(conversation.messages(), answers=conversation.answers(), add_generation_prompt=False)
     session = llm.save_session(path, ids, conversation.to_json())
-    shifted = _SHIFTED if session.shifted else ""
-    note(f"Saved {len(session.token_ids)} tokens in {path} ({size_text(session.num_bytes)}){shifted}")
+    more = _SHIFTED if session.shifted else "" if session.token_ids else _TEXTS_ALONE
+    note(f"Saved {len(session.token_ids)} tokens in {path} ({size_text(session.num_bytes)}){more}")
 
 
 class SessionCommands:

@@ -5,7 +5,7 @@ that other tools can look into a file. It is written and read here, not by the s
 all tensors in memory at once and maps files instead of reading them: here each section goes straight between pinned
 memory and the file, with its checksum computed on the way.
 
-    tokens        I32 [num_tokens]          of all rows, in order of position from 0 on
+    tokens        I32 [num_tokens]          of all rows, in order of position from 0 on; none where no row was kept
     page.0 ...    U8 [bytes]                rows of one page: K of all layers, then V of all layers, as on the device;
                                             rows behind the last token are zero
     state.P ...   F32 [elements]            the state of all recurrent layers at position P
@@ -115,7 +115,7 @@ class SessionWriter:
         """
         section = self._sections[len(self._checksums) - 1]
         assert content.nbytes == section.num_bytes, f"{content.nbytes} bytes for {section}"
-        data = content.data.cast("B")
+        data = content.reshape(-1).view(np.uint8).data
         with self._told():
             self._put(data)
         self._checksums.append(zlib.crc32(data))
@@ -222,7 +222,7 @@ class SessionReader:
             SessionError: the file is shorter now, or cannot be read.
         """
         section, done = self.sections[name], 0
-        view = memory[: section.num_bytes].data.cast("B")
+        view = memory[: section.num_bytes].data
         while done < section.num_bytes:
             try:
                 count = os.preadv(self._file.fileno(), [view[done:]], self._start + section.start + done)

@@ -104,10 +104,10 @@ class Sessions:
     # saving
 
     def save(self, path: Path, token_ids: Sequence[int], chat: Mapping[str, Any]) -> Session:
-        """Write what is known of these tokens' beginning.
+        """Write what is known of these tokens' beginning; where that is nothing, what the program adds alone.
 
         Raises:
-            UsageError: nothing of it is known.
+            UsageError: nothing of it is known, and the program adds nothing.
             SessionError: the file cannot be written; one that was there is as it was.
         """
         with self._one_at_a_time:
@@ -116,7 +116,7 @@ class Sessions:
                 with self._alone():
                     self.pool.give_all_back()  # of one that was interrupted between taking a block and noting it
                     held = self._index.hold(token_ids)
-                if not held.length:
+                if not held.length and not chat:
                     raise UsageError("nothing of this conversation is kept, so there is nothing to save")
                 shifted = held.shifted and held.length < len(token_ids)
                 self._write(path, held, chat, shifted)
@@ -254,9 +254,9 @@ class Sessions:
             reader.refuse(unlike)
         rows = reader.json("rows")
         whole = {"num_rows": len(reader.tokens), "first_position": 0, "shifted": rows.get("shifted") is True}
-        if rows != whole or not len(reader.tokens):
+        if rows != whole:
             reader.refuse("it does not hold the rows of its tokens from the first one on")
-        if reader.tokens.min() < 0 or reader.tokens.max() >= self._vocab_size:
+        if len(reader.tokens) and (reader.tokens.min() < 0 or reader.tokens.max() >= self._vocab_size):
             reader.refuse(f"it has token ids outside of the model's {self._vocab_size}")
         pages = [name for name in reader.sections if name.startswith("page.")]
         states = [name for name in reader.sections if name.startswith("state.")]
@@ -266,7 +266,7 @@ class Sessions:
         ascending = all(a < b for a, b in zip([0, *positions], positions, strict=False))
         if not ascending or (positions and positions[-1] > len(reader.tokens)):
             reader.refuse("its states are of positions that it does not have")
-        if (self._cache.recurrent is None) != (not states):
+        if len(reader.tokens) and (self._cache.recurrent is None) != (not states):
             reader.refuse("it has no state of the recurrent layers" if not states else "it has states of other layers")
         sizes = dict.fromkeys(pages, self._copies.rows_bytes)
         if self._cache.recurrent is not None:
@@ -336,7 +336,7 @@ class Sessions:
 
     def _read_states(self, reader: SessionReader, loading: _Loading) -> None:
         recurrent = self._cache.recurrent
-        if recurrent is None:
+        if recurrent is None or not len(reader.tokens):
             return
         names = [name for name in reader.sections if name.startswith("state.")]
         for name in reversed(names):  # the last ones are worth most, should the budget be small

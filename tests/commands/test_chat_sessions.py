@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllm.commands import main
+from pyllm.commands.answer import Timings
 from pyllm.commands.chat import Chat as Chat_
 from pyllm.conversation import Conversation
 from pyllm.errors import UsageError
@@ -64,6 +65,24 @@ def test_a_session_goes_on_in_a_new_process(talk: Chat, name: str) -> None:
     assert cached(second)[0] > cached(first)[0] + 10
     unbroken = talk(name, "one two three", "and four")
     assert first.stdout + second.stdout == unbroken.stdout
+
+
+def test_a_conversation_of_which_no_row_is_kept_is_saved(talk: Chat) -> None:
+    """A hybrid's state is of no use once tokens were dropped; what was said is there all the same."""
+    options = ["--session", "work", "--overflow", "shift", "-c", "64", "-n", "60"]
+    first = talk(HYBRID, "one two three", options=options)
+    assert first.exit_code == 0 and "Saved 0 tokens in " in first.stderr and "what was said is there" in first.stderr
+    second = talk(HYBRID, "and four", options=options)
+    assert second.exit_code == 0 and "Session work: 1 turn, 0 tokens" in second.stderr
+    for result in (first, second):  # dropped tokens are not in the context, nor were they computed
+        used, size = map(int, re.findall(r"(\d+) of (\d+) tokens of context used", result.stderr)[0])
+        assert 16 < used <= size == 64
+
+
+def test_dropped_tokens_do_not_count_as_computed() -> None:
+    stats = {"prompt_tokens": 90, "cached_tokens": 10, "evaluated_tokens": 50, "generated_tokens": 3}
+    timings = Timings.of(0.0, {**stats, "prefill_seconds": 2.0, "decode_seconds": 1.0})
+    assert timings.prefill_tokens_per_second == 25
 
 
 @pytest.mark.parametrize("name", [PLAIN, HYBRID])

@@ -466,6 +466,16 @@ def test_without_a_cache_there_are_no_sessions(tmp_path: Path) -> None:
         llm.save_session(tmp_path / "s")
 
 
+def test_what_was_said_is_saved_where_no_row_is_kept(name: str, tmp_path: Path) -> None:
+    with engine(name) as llm:
+        assert llm.save_session(tmp_path / "s", IDS[name][:20], {"turns": [1]}).token_ids == []
+        session = llm.load_session(tmp_path / "s")
+        assert session.token_ids == [] and session.chat == {"turns": [1]}
+        same_as_fresh(llm, name, IDS[name][:20])
+    with engine(HYBRID if name == PLAIN else PLAIN) as llm, pytest.raises(SessionError, match="another architecture"):
+        llm.load_session(tmp_path / "s")
+
+
 def test_other_tools_can_read_the_container(saved: tuple[Path, list[int]]) -> None:
     content = saved[0].read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
