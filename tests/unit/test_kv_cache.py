@@ -209,17 +209,17 @@ def test_a_wrong_row_id_writes_nothing_and_is_reported(world: World) -> None:
     oracle = world.live[0]
     world.append(oracle, 6)
     assert world.cache.extend(oracle.kv, 2)
-    right = world.cache.row_ids
-    world.cache.row_ids = lambda kv, positions: right(kv, positions) + np.array([0, 1])
+    right = world.executor._row_ids
+    world.executor._row_ids = lambda columns, positions: right(columns, positions) + np.array([0, 1])
     step = world.executor.submit([Segment(oracle.kv, 6, [111, 222], 0)])
     _, found = step.result()
-    world.cache.row_ids = right
+    world.executor._row_ids = right
     assert [(f.kind, f.layer, f.position) for f in found] == [
         (faults.FaultKind.ROW_ID, 0, 7),
         (faults.FaultKind.ROW_ID, 1, 7),
     ]
     k = world.device.download(world.cache.layers[0].k)[:, 0]
-    assert k[right(oracle.kv, np.array([6]))] == 111
+    assert k[world.cache.row_ids(oracle.kv, np.array([6]))] == 111
     assert 222 not in k
 
 
