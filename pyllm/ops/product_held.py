@@ -83,7 +83,3 @@ class Held:
         row = warps * FORMATS[self.qtype].block_bytes
         pitch = next(n for n in count(row, 16) if n % 128 in (32, 96))
         return STAGES * 16 * pitch + (2 * warps + self.tiles) * self.tokens * 64
-
-    def scratch(self, num_tokens: int, columns: int) -> int:
-        """float16 elements for the sums of several shares of k."""
-        return 2 * self.shares * num_tokens * columns if self.shares > 1 else 0

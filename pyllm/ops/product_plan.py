@@ -233,8 +233,8 @@ def _wgmma_launches(
 
 
 def parts_size(shares: int, num_tokens: int, columns: int) -> int:
-    """float16 elements for the sums of several shares of k."""
-    return 2 * shares * num_tokens * columns
+    """float16 elements for the sums of several shares of k; none where there is one."""
+    return 2 * shares * num_tokens * columns if shares > 1 else 0
 
 
 def sum_launch(
@@ -326,7 +326,7 @@ def _held_launches(
     output, gate, biased = Output.of(products.out, products.accumulate), int(products.gate), products.bias is not None
     bias = products.bias[column:] if biased else weights[0].array
     apart = held.shares > 1
-    parts = scratch[: held.scratch(num_tokens, columns)].view(np.float32) if apart else out
+    parts = scratch[: parts_size(held.shares, num_tokens, columns)].view(np.float32) if apart else out
     defines = {"OUTPUT": 3 if apart else int(output), "GATE": gate, "BIAS": int(biased and not apart)}
     sizes = (*rows, *[0] * (THIN_MATRICES - len(rows)), num_tokens, columns if apart else row_length, k)
     args = (products.x, *packed, bias, parts, np.int64(weights[0].row_bytes), *map(np.int32, sizes))
@@ -480,13 +480,13 @@ def _parts_scratch(target: Target, num_tokens: int, weights: Sequence[Weight]) -
     if is_thin(target, num_tokens):
         for some in _thin_groups(weights):
             if held := Held.of(target, num_tokens, some[0], _tiles_of(some, False), 1):
-                sizes.append(held.scratch(num_tokens, sum(weight.shape[0] for weight in some)))
+                sizes.append(parts_size(held.shares, num_tokens, sum(weight.shape[0] for weight in some)))
         return max(sizes)
     places = [_Place(weight, None, 0) for weight in weights]
     for (wgmma, _), same in groupby(places, key=lambda place: _kind(target, num_tokens, place.weight)):
         for group, cut in _wgmma_groups(target, num_tokens, list(same), True) if wgmma else ():
             columns = sum(place.weight.shape[0] for place in group)
-            sizes.append(parts_size(cut.shares, num_tokens, columns) if cut.shares > 1 else 0)
+            sizes.append(parts_size(cut.shares, num_tokens, columns))
     return max(sizes)
 
 
