@@ -76,6 +76,10 @@ def linear_cases() -> Iterator[Case]:
         yield linear_case((q, q), (65, 65), tokens, 1280, norm=True, gate=Gate.SILU)
     yield linear_case((q8, q4), (40, 24), 35, 256, norm=True, bias=True)
     yield linear_case((q8, q8), (40, 40), 35, 96, norm=True, gate=Gate.SILU)
+    yield linear_case((q4,) * 3, (97, 33, 17), 35, 256, norm=True, bias=True)
+    for tokens in (64, 300):  # neighbours in one launch; blocks share k, and do not
+        yield linear_case((QuantType.Q6_K,) * 3, (2050, 513, 511), tokens, 4096, norm=True)
+    yield linear_case((q4,), (2050,), 128, 8192, dtype=np.float16, accumulate=True)
     yield linear_case((q4, q4), (8192, 8192), 1024, 4096, norm=True, gate=Gate.SILU)
     yield linear_case((q4,), (4096,), 1024, 4096, dtype=np.float16, accumulate=True)
 

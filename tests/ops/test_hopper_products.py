@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,12 @@ from pyllm.device.emulated import EmulatedDevice
 from pyllm.executor import OVERLAP_TOKENS
 from pyllm.kernel_check import Case, check_case
 from pyllm.kernel_expert_cases import mul_mat_id_case
-from pyllm.kernel_product_cases import linear_case, mul_mat_case
-from pyllm.kernel_samples import HALF
+from pyllm.kernel_product_cases import half_weight, linear_case, mul_mat_case
+from pyllm.kernel_samples import HALF, normal, random_weight
 from pyllm.ops import product_wgmma
+from pyllm.ops.mul_mat import mul_mat_ref
 from pyllm.ops.op import KernelLaunch, Op, Target
-from pyllm.ops.product_plan import Gate
+from pyllm.ops.product_plan import Gate, Output
 from pyllm.ops.product_wgmma import (
     EXPERT_TOKENS,
     TILES,
@@ -30,6 +32,7 @@ from pyllm.ops.product_wgmma import (
     wgmma_launch,
 )
 from pyllm.quants import FORMATS, GPU_TYPES, QuantType
+from pyllm.weight import Weight
 
 HOPPER = Target("cuda", "sm_90", 32, "mma")
 TYPES = sorted(qtype for qtype in GPU_TYPES if qtype != QuantType.F32)
@@ -49,9 +52,9 @@ def sources(device: EmulatedDevice, case: Case) -> list[tuple[str, str]]:
     return [(launch.source, launch.arch) for launch in launches if isinstance(launch, KernelLaunch)]
 
 
-def check(device: EmulatedDevice, case: Case, source: str = "mul_mat_wgmma") -> None:
+def check(device: EmulatedDevice, case: Case, source: str = "mul_mat_wgmma", repeats: int = 1) -> None:
     assert (source, "sm_90a") in sources(device, case)
-    verdict = check_case(device, case, repeats=1)
+    verdict = check_case(device, case, repeats=repeats)
     assert verdict.passed, verdict
 
 
@@ -85,6 +88,49 @@ def test_tiles_of_plans(device: EmulatedDevice, tile: WgmmaTile, qtype: QuantTyp
     assert verdict.passed, verdict
 
 
+def several_in_tile(qtype: QuantType, rows: Sequence[int], tile: WgmmaTile, output: Output) -> Case:
+    """Matrices of odd sizes in one launch, in this tile; between their products, columns that nobody may write."""
+    tokens, k, gap = tile.tokens + 9, 256, 3
+    firsts = [gap, *(gap + np.cumsum(rows) + gap * np.arange(1, len(rows) + 1))]
+    columns = int(firsts[-1])
+
+    def reference(x: np.ndarray, weights: Sequence[Weight], out: np.ndarray) -> None:
+        for weight, first in zip(weights, firsts, strict=False):
+            part = out[:, first : first + weight.shape[0]]
+            products = np.empty(part.shape, x.dtype)
+            mul_mat_ref(x, weight, None, products)
+            part[...] = products + (part if output is Output.ADD else 0)
+
+    def plan(target: Target, x: Any, weights: Sequence[Weight], out: Any) -> list[KernelLaunch]:
+        outs = [out.reshape(-1)[first:] for first in firsts[: len(weights)]]
+        return [wgmma_launch(target, x, weights, outs, columns, int(output), tile)]
+
+    def arguments(rng: np.random.Generator) -> tuple[Any, ...]:
+        weights = tuple(random_weight(rng, qtype, number, k) for number in rows)
+        out = normal(rng, tokens, columns).astype(np.float16 if output is Output.F16 else np.float32)
+        return normal(rng, tokens, k).astype(np.float16), weights, out
+
+    def rounded(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, weights, out = arguments
+        return x.astype(np.float32), tuple(half_weight(weight) for weight in weights), out
+
+    op = Op("mul_mat_wgmma", reference, plan)
+    return Case(op, f"{qtype.name}, {rows}", arguments, (2,), floor=HALF, rounded=rounded)
+
+
+@pytest.mark.parametrize(
+    ("tile", "output"),
+    list(zip(TILES, itertools.cycle((Output.ADD, Output.F16, Output.F32)), strict=False)),
+    ids=lambda value: f"{value.rows} x {value.tokens}" if isinstance(value, WgmmaTile) else value.name,
+)
+def test_several_matrices_in_tiles_of_plans(device: EmulatedDevice, tile: WgmmaTile, output: Output) -> None:
+    """Each matrix ends within a tile; one begins with the first tile behind it, in columns of its own."""
+    for qtype, rows in ((QuantType.Q4_K, (tile.rows + 1, 33, 17)), (QuantType.F16, (7, tile.rows + 6))):
+        case = several_in_tile(qtype, rows, for_type(tile, qtype), output)
+        verdict = check_case(device, case, repeats=1)
+        assert verdict.passed, verdict
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 200])
 def test_only_the_tokens_that_there_are_cost_time(device: EmulatedDevice, tokens: int) -> None:
     case = mul_mat_case(QuantType.Q8_0, tokens, 70, 96)
@@ -97,17 +143,18 @@ def test_only_the_tokens_that_there_are_cost_time(device: EmulatedDevice, tokens
     [
         linear_case((QuantType.Q4_K,) * 3, (130, 33, 17), 35, 1280, norm=True, bias=True),
         linear_case((QuantType.Q6_K,), (97,), 70, 768, dtype=np.float16, accumulate=True),
+        linear_case((QuantType.Q8_0,) * 2, (97, 35), 35, 768, dtype=np.float16, accumulate=True),
         linear_case((QuantType.F16,) * 2, (70, 3), 40, 1024, dtype=np.float16),
         linear_case((QuantType.Q8_0,) * 2, (40, 40), 35, 512, gate=Gate.SILU, dtype=np.float16),
     ],
     ids=str,
 )
 def test_shares_of_k(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Blocks share k as for large matrices; not where products go to arrays of their own."""
+    """Blocks share k as for large matrices, and add up in one order; not where products go to arrays of their own."""
     monkeypatch.setattr(product_wgmma, "SUM_TIME", -1e6)
     launched = [source for source, _ in sources(device, case)]
     assert ("sum_parts" in launched) == ("silu" not in case.name), launched
-    check(device, case)
+    check(device, case, repeats=2)
 
 
 def test_launches_that_start_early_have_tiles_for_it() -> None:
@@ -138,6 +185,7 @@ LINEAR_CASES = (
     linear_case((QuantType.Q4_K,) * 3, (130, 33, 17), 35, 256, norm=True, bias=True),
     linear_case((QuantType.F16,) * 4, (10, 70, 2, 66), 70, 72, dtype=np.float16),
     linear_case((QuantType.Q8_0,) * 2, (140, 140), 35, 96, norm=True, gate=Gate.SILU),
+    linear_case((QuantType.Q6_K,) * 3, (129, 1, 31), 70, 256, dtype=np.float16, accumulate=True),
 )
 
 
