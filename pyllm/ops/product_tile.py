@@ -108,7 +108,8 @@ class Tile:
 def packed_pitch(qtype: QuantType) -> int:
     """Bytes of shared memory for a chunk of one packed row; PITCH in common/product_parts.cuh."""
     block = FORMATS[qtype]
-    chunk_bytes = (256 if block.block_size == 256 else 128) // block.block_size * block.block_bytes
+    chunk = 256 if block.block_size == 256 else 64 if qtype == QuantType.F32 else 128
+    chunk_bytes = chunk // block.block_size * block.block_bytes
     return 16 * ((chunk_bytes + (15 if block.block_bytes % 16 else 0) + 15) // 16 | 1)
 
 

@@ -99,8 +99,8 @@ class WgmmaTile:
 
 
 def uses_wgmma(target: Target | None, qtype: QuantType) -> bool:
-    """Whether products of many tokens are these: on Hopper, unless weights are float32."""
-    return target is not None and target.arch == "sm_90" and qtype != QuantType.F32
+    """Whether products of many tokens are these: on Hopper, of all block types."""
+    return target is not None and target.arch == "sm_90"
 
 
 TILES = (

@@ -11,7 +11,7 @@
 
 constexpr bool COPIED = QTYPE == 1;  // rows that are f16 already are copied as they are
 
-constexpr int CHUNK = BLOCK_SIZE == 256 ? 256 : 128;
+constexpr int CHUNK = BLOCK_SIZE == 256 ? 256 : QTYPE == 0 ? 64 : 128;  // float32 takes much room
 constexpr int CHUNK_BYTES = CHUNK / BLOCK_SIZE * BLOCK_BYTES;
 // An odd number of pieces keeps rows in different banks.
 constexpr int PIECES = (CHUNK_BYTES + (BLOCK_BYTES % 16 == 0 ? 0 : 15) + 15) / 16 | 1;

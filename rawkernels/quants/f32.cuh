@@ -10,3 +10,11 @@ DEVICE void decode8(const u8* RESTRICT row, i32 k, float* w) {
     w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
     w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
 }
+
+#define DECODE8_HALF2
+DEVICE void decode8_half2(const u8* RESTRICT row, i32 k, u32 (&w)[4]) {
+    float values[8];
+    decode8(row, k, values);
+#pragma unroll
+    for (int j = 0; j < 4; j++) w[j] = h2_pack_saturated(values[2 * j], values[2 * j + 1]);
+}

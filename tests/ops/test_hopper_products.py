@@ -35,7 +35,7 @@ from pyllm.quants import FORMATS, GPU_TYPES, QuantType
 from pyllm.weight import Weight
 
 HOPPER = Target("cuda", "sm_90", 32, "mma")
-TYPES = sorted(qtype for qtype in GPU_TYPES if qtype != QuantType.F32)
+TYPES = sorted(GPU_TYPES)
 
 
 @pytest.fixture(params=["emulated-32"])  # a name of a life: tests/conftest.py thins out rare block types
@@ -80,10 +80,12 @@ def in_tile(case: Case, tile: WgmmaTile, dtype: type = np.float32) -> Case:
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows} x {tile.tokens}")
-@pytest.mark.parametrize("qtype", [QuantType.F16, QuantType.Q4_K, QuantType.Q6_K], ids=lambda qtype: qtype.name)
+@pytest.mark.parametrize(
+    "qtype", [QuantType.F32, QuantType.F16, QuantType.Q4_K, QuantType.Q6_K], ids=lambda qtype: qtype.name
+)
 def test_tiles_of_plans(device: EmulatedDevice, tile: WgmmaTile, qtype: QuantType) -> None:
     """The last tile of tokens and of rows is a part; more steps than stages; blocks that take turns."""
-    case = mul_mat_case(qtype, tile.tokens + 9, 2 * tile.rows - 31, 520 if qtype == QuantType.F16 else 512)
+    case = mul_mat_case(qtype, tile.tokens + 9, 2 * tile.rows - 31, 520 if FORMATS[qtype].block_size == 1 else 512)
     verdict = check_case(device, in_tile(case, for_type(tile, qtype)), repeats=2)
     assert verdict.passed, verdict
 
@@ -220,6 +222,7 @@ EXPERT_CASES = (
     mul_mat_id_case(QuantType.F16, 65, 5, 2, 97, 104, 128, dtype=np.float16),
     mul_mat_id_case(QuantType.Q6_K, 170, 3, 2, 140, 256, 128, dtype=np.float16),
     mul_mat_id_case(QuantType.IQ2_XS, 170, 3, 2, 140, 256, 256, dtype=np.float16),
+    mul_mat_id_case(QuantType.F32, 70, 3, 2, 65, 96, 256, dtype=np.float16),
 )
 
 
@@ -229,20 +232,16 @@ def test_experts(device: EmulatedDevice, case: Case) -> None:
     check(device, case, "mul_mat_id_wgmma")
 
 
-def test_experts_in_float32_take_the_other_kernel(device: EmulatedDevice) -> None:
-    for case in (
-        mul_mat_id_case(QuantType.Q8_0, 70, 3, 2, 65, 96, 256),
-        mul_mat_id_case(QuantType.F32, 70, 3, 2, 65, 96, 256, dtype=np.float16),
-    ):
-        assert sources(device, case) == [("mul_mat_id", "")]
-        verdict = check_case(device, case, repeats=1)
-        assert verdict.passed, verdict
+def test_experts_of_float32_activations_take_the_other_kernel(device: EmulatedDevice) -> None:
+    case = mul_mat_id_case(QuantType.Q8_0, 70, 3, 2, 65, 96, 256)
+    assert sources(device, case) == [("mul_mat_id", "")]
+    verdict = check_case(device, case, repeats=1)
+    assert verdict.passed, verdict
 
 
 def test_only_hopper_gets_these() -> None:
     for arch, wanted in (("sm_90", True), ("sm_89", False), ("sm_100", False), ("gfx942", False)):
         assert uses_wgmma(replace(HOPPER, arch=arch), QuantType.Q4_K) == wanted
-    assert not uses_wgmma(HOPPER, QuantType.F32)
     assert not uses_wgmma(None, QuantType.Q4_K)
 
 
