@@ -32,6 +32,7 @@ from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 
 _EPS = 1e-6
+MANY_TOKENS = 128  # up to which large matrices are multiplied; with more, others say as much
 
 
 def mul_mat_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase]:
@@ -40,7 +41,9 @@ def mul_mat_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCas
             for tokens in sizes.tokens:
                 yield mul_mat_case(qtype, tokens, rows, row_elements)
         if FORMATS[qtype].block_size > 1:
-            yield mul_mat_case(qtype, 1, *sizes.large_matrix)
+            for tokens in sizes.tokens:
+                if tokens <= MANY_TOKENS:
+                    yield mul_mat_case(qtype, tokens, *sizes.large_matrix)
 
 
 def mul_mat_case(qtype: QuantType, tokens: int, rows: int, row_elements: int) -> BenchCase:

@@ -44,6 +44,10 @@ def mul_mat_cases() -> Iterator[Case]:
     for qtype in (QuantType.Q4_K, QuantType.Q6_K, QuantType.F16):  # in large tiles
         yield mul_mat_case(qtype, 2048, 2048, 1024)
         yield mul_mat_case(qtype, 200, 8200, 1280)
+    for qtype in (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0):  # few and many tokens
+        yield mul_mat_case(qtype, 20, 97, 512)
+        yield mul_mat_case(qtype, 100, 97, 768)
+        yield mul_mat_case(qtype, 520, 97, 256)
     for size in (1, 33, 97):
         yield mul_mat_case(QuantType.F32, size, size, 72)
 
@@ -74,6 +78,7 @@ def linear_cases() -> Iterator[Case]:
         yield linear_case((q,) * 3, (65, 33, 17), tokens, 1024, norm=True, bias=True)
         yield linear_case((q,), (113,), tokens, 3328, dtype=np.float16, accumulate=True)
         yield linear_case((q, q), (65, 65), tokens, 1280, norm=True, gate=Gate.SILU)
+        yield linear_case((q, q), (65, 65), 3 * tokens + 20, 1280, norm=True, gate=Gate.SILU)
     yield linear_case((q8, q4), (40, 24), 35, 256, norm=True, bias=True)
     yield linear_case((q8, q8), (40, 40), 35, 96, norm=True, gate=Gate.SILU)
     yield linear_case((q4,) * 3, (97, 33, 17), 35, 256, norm=True, bias=True)

@@ -51,6 +51,7 @@
 #define WIDE_GATE (GATE && TOKENS > 16)
 #include "common/direct.cuh"
 #include "common/gates.cuh"
+#include "common/row_pitch.cuh"
 #include "common/thin.cuh"
 #include "quants/slab.cuh"
 #include "quants/split.cuh"
@@ -79,10 +80,7 @@
 // Bytes of a row that a unit touches, in 16-byte pieces; rows in shared memory lie so that lanes meet few bank conflicts.
 #define PIECES ((UNIT_BYTES + (ALIGNED ? 0 : 15) + 15) / 16)
 #define COPIES ((16 * PIECES + WARP_SIZE - 1) / WARP_SIZE)
-#define PITCH (WHOLE ? (PIECES | 1) * 16 : RUN_PITCH)  // where words are read, and where pairs of them are
-#define RUN_PITCH (PIECES * 16 + ((32 + 128 - PIECES * 16 % 128) % 128 < (96 + 128 - PIECES * 16 % 128) % 128 \
-                                  ? (32 + 128 - PIECES * 16 % 128) % 128                                   \
-                                  : (96 + 128 - PIECES * 16 % 128) % 128))
+#define PITCH (WHOLE ? PITCH_OF_WORDS(PIECES) : PITCH_OF_PAIRS(PIECES))
 #define STAGE_BYTES (WARPS * STAGES * 16 * PITCH)
 // X_STAGES: x goes through shared memory for all warps, as a whole (1) or in pieces of k; rows lie so that lanes meet no bank
 // conflicts.

@@ -25,6 +25,7 @@
 #define KERNEL_MIN_BLOCKS 1
 #include "common/direct.cuh"
 #include "common/gates.cuh"
+#include "common/row_pitch.cuh"
 #include "common/thin.cuh"
 #include "quants/held.cuh"
 
@@ -34,9 +35,7 @@
 #define SLABS (UNIT_K / 32)
 // Rows of a step, multiples of 16 bytes; they lie in shared memory so that lanes that read pairs of words meet no bank conflicts.
 #define PIECES (WARPS * HELD_BYTES / 16)
-#define PITCH (PIECES * 16 + ((32 + 128 - PIECES * 16 % 128) % 128 < (96 + 128 - PIECES * 16 % 128) % 128 \
-                              ? (32 + 128 - PIECES * 16 % 128) % 128                                   \
-                              : (96 + 128 - PIECES * 16 % 128) % 128))
+#define PITCH PITCH_OF_PAIRS(PIECES)
 #define STAGE (16 * PITCH)
 #define SUMS (TOKENS * 16)             // of a tile
 #define ADDERS (SUMS / 4 / WARP_SIZE)  // warps that add up the sums of a tile; not more than WARPS

@@ -17,11 +17,13 @@ from pyllm.ops.product_plan import (
     Gate,
     Norm,
     Products,
+    fuses_bias,
     fuses_gate,
     fuses_norm,
     is_thin,
     plan_products,
     products_scratch,
+    takes_direct,
 )
 from pyllm.ops.rms_norm import plan_rms_norm, rms_norm_ref
 from pyllm.ops.silu_mul import SILU_MUL
@@ -82,7 +84,7 @@ def plan_linear(
     num_tokens, k = x.shape
     require(k % 8 == 0, "linear", f"rows of {weights[0].name} are not a multiple of 8 long")
     launches: list[KernelLaunch | GemmLaunch] = []
-    if norm is not None and not (fuses_norm(target, num_tokens, k) and x.dtype == np.float32):
+    if norm is not None and not (fuses_norm(target, num_tokens, weights) and x.dtype == np.float32):
         normed, scratch = _part(scratch, (num_tokens, k))
         launches += plan_rms_norm(target, x, norm.weight, norm.eps, normed, False)
         x, norm = normed, None
@@ -91,19 +93,19 @@ def plan_linear(
         for weight in weights:
             half, scratch = _part(scratch, (num_tokens, weight.shape[0]))
             halves.append(half)
-        if is_thin(target, num_tokens):
+        if is_thin(target, num_tokens) and not takes_direct(target, num_tokens, weights):
             for weight, half in zip(weights, halves, strict=True):
                 launches += plan_products(target, Products(x, [weight], half, norm=norm), scratch)
         else:
-            launches += plan_products(target, Products(x, weights, halves[0], apart=halves), scratch)
+            launches += plan_products(target, Products(x, weights, halves[0], norm=norm, apart=halves), scratch)
         plan = GATES[gate].plan
         assert plan is not None
         return [*launches, *plan(target, *halves, out)]
-    thin = is_thin(target, num_tokens)
+    fused = fuses_bias(target, num_tokens, weights)
     launches += plan_products(
-        target, Products(x, weights, out, accumulate, bias if thin else None, norm, gate), scratch
+        target, Products(x, weights, out, accumulate, bias if fused else None, norm, gate), scratch
     )
-    if bias is not None and not thin:
+    if bias is not None and not fused:
         launches += plan_add(target, out, bias, out)
     return launches
 
@@ -126,7 +128,7 @@ def linear_scratch(
     if target is None:
         return 0
     k, size = weights[0].shape[1], 0
-    if norm and not (fuses_norm(target, num_tokens, k) and x_dtype == np.float32):
+    if norm and not (fuses_norm(target, num_tokens, weights) and x_dtype == np.float32):
         size += -(-num_tokens * k // 8) * 8
         x_dtype = np.float16
     if gate and not fuses_gate(target, num_tokens, weights):

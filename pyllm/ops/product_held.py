@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 
 from pyllm.ops.op import Target
-from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
+from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, row_pitch
 from pyllm.ops.product_whole import ENOUGH_BYTES, MULTIPROCESSORS, WHOLE_TOKENS
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
@@ -80,6 +79,5 @@ class Held:
     def shared_bytes(self, target: Target) -> int:
         """Dynamic shared memory: packed rows, the sums of the warps for two tiles, and those of all tiles."""
         warps = self.threads // target.warp_size
-        row = warps * FORMATS[self.qtype].block_bytes
-        pitch = next(n for n in count(row, 16) if n % 128 in (32, 96))
+        pitch = row_pitch(warps * FORMATS[self.qtype].block_bytes, True, False)
         return STAGES * 16 * pitch + (2 * warps + self.tiles) * self.tokens * 64

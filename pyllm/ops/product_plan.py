@@ -1,7 +1,9 @@
 """Which kernels multiply activations with packed weights: what the plans of mul_mat and linear have in common.
 
-Three ways, chosen by shapes and target alone:
+Four ways, chosen by shapes and target alone:
 
+* tens of tokens on Hopper: `arrange_x` puts x, or its norm, in order, and `mul_mat_wgmma_direct` decodes weights into
+  registers, with the gate, bias or addition;
 * few tokens: `mul_mat_thin`, or `mul_mat_thin_s8` where `Whole` and `mul_mat_thin_held` where `Held` says so, reads
   packed weights once, of up to three matrices in one launch, with the gate or addition, for two tokens the norm, too;
 * more tokens: `mul_mat_tile` decodes weights into shared memory while it multiplies, on Hopper `mul_mat_wgmma`;
@@ -12,17 +14,29 @@ For a batch-invariant target there is one way: `mul_mat_thin` as it is cut up fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import count, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
+from pyllm.ops.product_direct import (
+    DIRECT_MATRICES,
+    FOURS_TYPES,
+    Direct,
+    Order,
+    arrange_launch,
+    arrange_time,
+    arranged_size,
+    direct_launch,
+    fits_direct,
+    gains_at_once,
+)
 from pyllm.ops.product_held import Held
-from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, tile_launch
+from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, row_pitch, tile_launch
 from pyllm.ops.product_wgmma import WGMMA_MATRICES, Cut, for_type, gains_together, product_cut, uses_wgmma, wgmma_launch
 from pyllm.ops.product_whole import MULTIPROCESSORS, Whole
 from pyllm.quants import FORMATS, QuantType
@@ -35,14 +49,18 @@ FUSED_NORM_BYTES = 48 << 10
 UNIT_K = 256  # k that a warp works on at a time, where rows are long enough
 STAGES = 2  # units on their way to a warp
 MOST_STAGE_BYTES = 16 * 288  # of one of these, whatever the block type
+ALWAYS_DIRECT_TOKENS, MOST_DIRECT_TOKENS = 128, 512  # of product_direct.py; between them by what they cost, ...
+DIRECT_GAIN = 0.95  # ... which is so much of what others do, at most
 SUM_THREADS = 128
+SHARED_SUMS = 3  # OUTPUT of kernels whose blocks share k
 MOST_SHARES = 8  # of k, of products of many tokens
 SHARED_X_TOKENS = 8  # beyond these, x goes through shared memory, ...
 WHOLE_X_TOKENS = 16  # ... and beyond these in pieces
-WORDS_TYPES = frozenset(QuantType[name] for name in ("Q4_0", "Q8_0", "Q6_K", "IQ4_NL", "IQ4_XS"))  # WHOLE in the kernel
 
 LIBRARY_WORK = 1 << 33  # multiply-adds; from there on the library gains more than its two further launches cost ...
 LIBRARY_WORK_WGMMA = 1 << 35  # ... and where `mul_mat_wgmma` is the other choice
+# ns: three launches; a weight in float16, written and read, and packed; a multiply-add
+LIBRARY_TIME, LIBRARY_TIME_OF_BYTE, LIBRARY_TIME_OF_WORK = 6000.0, 1 / 3400, 1 / 310_000
 LIBRARY_SCRATCH = 1 << 26  # decoded weights at a time
 LIBRARY_ROWS = 65_024  # at a time: the second extent of a grid ends at 65,535
 
@@ -92,9 +110,9 @@ class Products:
         weights: matrices with rows of in_features.
         out: [num_tokens, sum of rows] float32 or float16.
         accumulate: add to out (float32).
-        bias: [sum of rows] float32, or None.
-        norm: applied to x first; few tokens only (`fuses_norm`).
-        gate: over the products of two matrices, which are then as wide as out; few tokens only.
+        bias: [sum of rows] float32, or None (`fuses_bias`).
+        norm: applied to x first (`fuses_norm`).
+        gate: over the products of two matrices, which are then as wide as out (`fuses_gate`).
         apart: in place of out, an array of its own for each matrix, all of one width; not for few tokens.
     """
 
@@ -121,8 +139,35 @@ def is_thin(target: Target, num_tokens: int) -> bool:
     return target.batch_invariant or num_tokens <= THIN_TOKENS
 
 
-def fuses_norm(target: Target, num_tokens: int, k: int) -> bool:
-    """Whether that kernel normalises its input itself."""
+def takes_direct(target: Target | None, num_tokens: int, weights: Sequence[Weight]) -> bool:
+    """Whether all of these products are those of product_direct.py: where that was measured, or costs promise, to take
+    less time."""
+    if target is None or not fits_direct(target, num_tokens, weights):
+        return False
+    if num_tokens <= THIN_TOKENS:
+        return gains_at_once(num_tokens, weights)
+    if num_tokens <= ALWAYS_DIRECT_TOKENS:
+        return True
+    if num_tokens > MOST_DIRECT_TOKENS:
+        return False
+    places = [_Place(weight, None, 0) for weight in weights]
+    direct = arrange_time(num_tokens, weights[0].shape[1])
+    for group in _direct_groups(places):
+        direct += Direct.of(target, num_tokens, [place.weight for place in group], False, MOST_SHARES).time
+    apart = 0.0
+    for (wgmma, _), same in groupby(places, key=lambda place: _kind(target, num_tokens, place.weight)):
+        if wgmma:
+            apart += sum(cut.time for _, cut in _wgmma_groups(target, num_tokens, list(same), True))
+        else:
+            apart += sum(_library_time(num_tokens, place.weight) for place in same)
+    return direct < DIRECT_GAIN * apart
+
+
+def fuses_norm(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
+    """Whether the norm of float32 activations is a part of their products."""
+    k = weights[0].shape[1]
+    if takes_direct(target, num_tokens, weights):
+        return True
     if target.batch_invariant or num_tokens > FUSED_NORM_TOKENS or 2 * FUSED_NORM_TOKENS * k > FUSED_NORM_BYTES:
         return False
     limit = SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB) if target.vendor == "cuda" else 64
@@ -135,15 +180,22 @@ def _thin_threads(target: Target) -> int:
     return 256 if target.vendor == "cuda" else 128
 
 
+def fuses_bias(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
+    """Whether a bias is a part of the products."""
+    return is_thin(target, num_tokens) or takes_direct(target, num_tokens, weights)
+
+
 def fuses_gate(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
-    """Whether that kernel puts the gate behind its products."""
-    return is_thin(target, num_tokens) and weights[0].qtype == weights[1].qtype
+    """Whether the gate is a part of the products."""
+    return fuses_bias(target, num_tokens, weights) and weights[0].qtype == weights[1].qtype
 
 
 def plan_products(target: Target, products: Products, scratch: Any) -> list[KernelLaunch | GemmLaunch]:
-    """All launches; a bias is a part of them for few tokens only (`bias_launch`)."""
+    """All launches."""
     launches: list[KernelLaunch | GemmLaunch] = []
     x, num_tokens = products.x, products.num_tokens
+    if takes_direct(target, num_tokens, products.weights):
+        return [*_direct_launches(target, products, scratch)]
     if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
         x, scratch = scratch[: x.size].reshape(x.shape), scratch[-(-x.size // 8) * 8 :]
         launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
@@ -189,6 +241,44 @@ def _places(products: Products) -> Iterator[_Place]:
     for weight in products.weights:
         yield _Place(weight, products.out, column)
         column += weight.shape[0]
+
+
+def _direct_launches(target: Target, products: Products, scratch: Any) -> Iterator[KernelLaunch]:
+    num_tokens, norm = products.num_tokens, products.norm
+    size = arranged_size(num_tokens, products.k)
+    arranged, scratch = scratch[:size], scratch[size:]
+    order: Order | None = None
+    for group in _direct_groups(_places(products)):
+        weights = [place.weight for place in group]
+        direct = Direct.of(target, num_tokens, weights, bool(products.gate), 1 if products.gate else MOST_SHARES)
+        if direct.order != order:
+            order = direct.order
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            yield arrange_launch(products.x, weight, eps, order, arranged, weights[0].array)
+        yield from _direct_launch(direct, products, group, arranged, scratch)
+
+
+def _direct_groups(places: Iterable[_Place]) -> Iterator[list[_Place]]:
+    """Neighbours of one block type whose products go to one array, as many as one launch takes."""
+    for _, group in groupby(places, key=lambda place: (place.weight.qtype, id(place.out))):
+        same = list(group)
+        yield from (same[first : first + DIRECT_MATRICES] for first in range(0, len(same), DIRECT_MATRICES))
+
+
+def _direct_launch(
+    direct: Direct, products: Products, group: Sequence[_Place], arranged: Any, scratch: Any
+) -> Iterator[KernelLaunch]:
+    """The product, and the sum of its parts where blocks share k."""
+    weights, out, num_tokens = [place.weight for place in group], group[0].first, products.num_tokens
+    width, output = group[0].width, Output.of(group[0].out, products.accumulate)
+    bias = None if products.bias is None else products.bias[group[0].column :]
+    if direct.shares == 1:
+        yield direct_launch(direct, arranged, weights, bias, out, width, num_tokens, int(output), int(products.gate))
+        return
+    columns = sum(weight.shape[0] for weight in weights)
+    parts = scratch[: parts_size(direct.shares, num_tokens, columns)].view(np.float32)
+    yield direct_launch(direct, arranged, weights, None, parts, columns, num_tokens, SHARED_SUMS, 0)
+    yield sum_launch(parts, bias, out, width, direct.shares, num_tokens, columns, output)
 
 
 def _kind(target: Target, num_tokens: int, weight: Weight) -> tuple[bool, QuantType]:
@@ -327,7 +417,7 @@ def _held_launches(
     bias = products.bias[column:] if biased else weights[0].array
     apart = held.shares > 1
     parts = scratch[: parts_size(held.shares, num_tokens, columns)].view(np.float32) if apart else out
-    defines = {"OUTPUT": 3 if apart else int(output), "GATE": gate, "BIAS": int(biased and not apart)}
+    defines = {"OUTPUT": SHARED_SUMS if apart else int(output), "GATE": gate, "BIAS": int(biased and not apart)}
     sizes = (*rows, *[0] * (THIN_MATRICES - len(rows)), num_tokens, columns if apart else row_length, k)
     args = (products.x, *packed, bias, parts, np.int64(weights[0].row_bytes), *map(np.int32, sizes))
     name, grid, shared = "mul_mat_thin_held", (held.blocks, held.shares), held.shared_bytes(target)
@@ -427,9 +517,8 @@ class Staging:
 
     def shared_bytes(self, target: Target, qtype: QuantType, tokens: int, k: int) -> int:
         """Dynamic shared memory: the stages, or the partial sums of the warps where those are more."""
-        pieces = -(-(self.unit_bytes + (0 if self.aligned else 15)) // 16)
-        by_words = self.x_stages > 0 and qtype in WORDS_TYPES
-        pitch = 16 * (pieces | 1) if by_words else next(n for n in count(16 * pieces, 16) if n % 128 in (32, 96))
+        by_words = self.x_stages > 0 and qtype in FOURS_TYPES
+        pitch = row_pitch(self.unit_bytes, self.aligned, by_words)
         warps = self.threads // target.warp_size
         x_k = k if self.x_stages == 1 else self.workers * self.unit_k
         x = self.x_stages * tokens * (x_k + (16 if by_words else 32)) * 2
@@ -451,6 +540,14 @@ def uses_library(target: Target | None, num_tokens: int, weight: Weight) -> bool
     return num_tokens * n * k >= (LIBRARY_WORK_WGMMA if uses_wgmma(target, weight.qtype) else LIBRARY_WORK)
 
 
+def _library_time(num_tokens: int, weight: Weight) -> float:
+    """About how long the library's product takes on Hopper, in ns."""
+    n, k = weight.shape
+    return (
+        LIBRARY_TIME + n * (2 * k + weight.row_bytes) * LIBRARY_TIME_OF_BYTE + num_tokens * n * k * LIBRARY_TIME_OF_WORK
+    )
+
+
 def _takes_half(target: Target | None, num_tokens: int, weight: Weight) -> bool:
     """Whether a product has to have its x in float16: what brings it into shared memory piece by piece only copies."""
     if target is None:
@@ -463,6 +560,8 @@ def _takes_half(target: Target | None, num_tokens: int, weight: Weight) -> bool:
 
 def products_scratch(target: Target | None, num_tokens: int, weights: Sequence[Weight], x_dtype: Any) -> int:
     """float16 elements of scratch that the launches need."""
+    if target is not None and takes_direct(target, num_tokens, weights):
+        return arranged_size(num_tokens, weights[0].shape[1]) + _direct_parts_scratch(target, num_tokens, weights)
     decoded = [0]
     for weight in weights:
         n, k = weight.shape
@@ -487,6 +586,17 @@ def _parts_scratch(target: Target, num_tokens: int, weights: Sequence[Weight]) -
         for group, cut in _wgmma_groups(target, num_tokens, list(same), True) if wgmma else ():
             columns = sum(place.weight.shape[0] for place in group)
             sizes.append(parts_size(cut.shares, num_tokens, columns))
+    return max(sizes)
+
+
+def _direct_parts_scratch(target: Target, num_tokens: int, weights: Sequence[Weight]) -> int:
+    """The same of products in registers."""
+    sizes = [0]
+    for group in _direct_groups(_Place(weight, None, 0) for weight in weights):
+        some = [place.weight for place in group]
+        for together in (some, *([weight] for weight in some)):
+            direct = Direct.of(target, num_tokens, together, False, MOST_SHARES)
+            sizes.append(parts_size(direct.shares, num_tokens, sum(weight.shape[0] for weight in together)))
     return max(sizes)
 
 

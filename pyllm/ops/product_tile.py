@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,18 @@ ENOUGH_BLOCKS = 100  # of the 132 that a large GPU runs at the same time; with f
 MANY_TOKENS = 1024
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}  # of a block, and of all but one
 OTHERS_SHARED_KIB = 99
+
+
+def row_pitch(row_bytes: int, aligned: bool, by_words: bool) -> int:
+    """Bytes of shared memory from one packed row to the next, so that lanes meet no bank conflicts.
+
+    Args:
+        row_bytes: that are wanted of a row.
+        aligned: they begin at a multiple of 16.
+        by_words: lanes read words, and not pairs of them.
+    """
+    pieces = -(-(row_bytes + (0 if aligned else 15)) // 16)
+    return 16 * (pieces | 1) if by_words else next(n for n in count(16 * pieces, 16) if n % 128 in (32, 96))
 
 
 @dataclass(frozen=True)

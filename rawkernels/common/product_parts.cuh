@@ -1,12 +1,12 @@
-// product_parts: what products of packed weights have in common: packed rows on their way through shared memory, and how
-// sums leave a kernel.
+// product_parts: what products of packed weights have in common: packed rows on their way through shared memory, and, by
+// product_out.cuh, how sums leave a kernel.
 //
 // Rows are copied in chunks of CHUNK weights, which begin at a multiple of 16 bytes, if need be before the chunk; a chunk
 // of a row takes PITCH bytes of shared memory.
 //
-// Defines   QTYPE; OUTPUT: 0 float32, 1 float16 (saturated), 2 added to float32
+// Defines   QTYPE; OUTPUT
 #pragma once
-#include "common/platform.cuh"
+#include "common/product_out.cuh"
 #include "quants/decode.cuh"
 
 constexpr bool COPIED = QTYPE == 1;  // rows that are f16 already are copied as they are
@@ -48,33 +48,4 @@ DEVICE void decode_some(const u8* row, i32 k, i32 left, u32 (&pairs)[N][4]) {
         // Blocks of 32 and more end with a run.
         if (BLOCK_SIZE % 32 != 0 && 8 * j < left) decode8_half2(row, k + 8 * j, pairs[j]);
     }
-}
-
-#if OUTPUT == 1
-typedef f16 out_t;
-#else
-typedef float out_t;
-#endif
-
-struct alignas(8) f32x2 {
-    float x, y;
-};
-
-DEVICE void product_put(float* target, float value) { *target = OUTPUT == 2 ? *target + value : value; }
-DEVICE void product_put(f16* target, float value) { *target = to_f16_saturated(value); }
-
-// Two elements side by side, aligned as one.
-DEVICE f32x2 product_pair(const float* source) { return *reinterpret_cast<const f32x2*>(source); }
-DEVICE f32x2 product_pair(const f16*) { return {0, 0}; }
-DEVICE void product_set_pair(float* target, float first, float second) {
-    *reinterpret_cast<f32x2*>(target) = f32x2{first, second};
-}
-DEVICE void product_set_pair(f16* target, float first, float second) {
-    *reinterpret_cast<u32*>(target) = h2_pack_saturated(first, second);
-}
-
-template <typename T>
-DEVICE void product_put_pair(T* target, float first, float second) {
-    const f32x2 before = OUTPUT == 2 ? product_pair(target) : f32x2{0, 0};
-    product_set_pair(target, before.x + first, before.y + second);
 }

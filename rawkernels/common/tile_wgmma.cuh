@@ -6,6 +6,7 @@
 // 128-byte swizzle.)
 //
 //   wgmma_columns<N>(c, a, b, add)   C[64][N] = A[64][16] B[N][16] (+ C): both stored by rows with k along them
+//   wgmma_held<N>(c, a, b, add)      the same with A in registers
 //   wgmma_rows<N>(c, a, b)           C[64][N] += A[64][16] B[16][N]: A in registers, B stored by rows k
 //   wgmma_factor(address, leading)   a factor in shared memory; `leading` bytes lie between its panels
 //   wgmma_begin, wgmma_commit, wgmma_wait<N>, wgmma_pin   around them: see there

@@ -14,6 +14,9 @@ DEVICE u64 wgmma_factor(u32 address, u32 leading) {
     return (u64)(address >> 4 & 0x3FFF) | (u64)(leading >> 4 & 0x3FFF) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
+// The factor that begins so many bytes behind this one, multiples of 16.
+DEVICE u64 wgmma_factor_behind(u64 factor, u32 bytes) { return factor + (bytes >> 4); }
+
 // Before the first product, and after registers that products use were written otherwise.
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
@@ -104,6 +107,38 @@ DEVICE void wgmma_columns(float* c, u64 a, u64 b, bool add) {
     }
 }
 
+// `sums` as in WGMMA_COLUMNS; a in registers.
+#define WGMMA_HELD(n, text, a0, a1, a2, a3, at_b, at_add, ...)                                                 \
+    asm volatile("{.reg .pred add; setp.ne.b32 add, %" at_add ", 0;\n"                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" text "}, {%" a0 ", %" a1 ", %" a2     \
+                 ", %" a3 "}, %" at_b ", add, 1, 1, 0;}"                                                       \
+                 : __VA_ARGS__                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
+
+template <int N>
+DEVICE void wgmma_held(float* c, const u32* a, u64 b, bool add) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128, "there is no product of this width here");
+    if constexpr (N == 16) {
+        WGMMA_HELD("16", "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", "11", "12", "13", WGMMA_C4(c, 0), WGMMA_C4(c, 4));
+    } else if constexpr (N == 32) {
+        WGMMA_HELD("32", WGMMA_T0, "16", "17", "18", "19", "20", "21", WGMMA_C16(c, 0));
+    } else if constexpr (N == 64) {
+        WGMMA_HELD("64", WGMMA_T0 ", " WGMMA_T1, "32", "33", "34", "35", "36", "37", WGMMA_C16(c, 0), WGMMA_C16(c, 16));
+    } else {
+        WGMMA_HELD("128",
+                   WGMMA_T0 ", " WGMMA_T1 ", " WGMMA_T2 ", " WGMMA_T3,
+                   "64", "65", "66", "67", "68", "69",
+                   WGMMA_C16(c, 0), WGMMA_C16(c, 16), WGMMA_C16(c, 32), WGMMA_C16(c, 48));
+    }
+}
+
+// Keeps the compiler from computing factors behind wgmma_begin, where they would wait for all products before.
+template <int N>
+DEVICE void wgmma_ready(u32 (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(a[i / 4][i % 4]) : : "memory");
+}
+
 template <int N>
 DEVICE void wgmma_rows(float* c, const u32* a, u64 b) {
     static_assert(N == 64 || N == 128, "there is no product of this width here");
@@ -157,6 +192,22 @@ DEVICE void signal_wait(Signal* signal, u32 phase) {
 // Arrives once all copies that this thread has begun by now are in place.
 DEVICE void signal_arrive_behind_copies(Signal* signal) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(signal)) : "memory");
+}
+
+// An arrival, behind which the phase still waits for so many bytes.
+DEVICE void signal_expect(Signal* signal, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(signal)), "r"(bytes)
+                 : "memory");
+}
+
+// Begins to copy a multiple of 16 bytes, which the signal has to expect.
+DEVICE void bulk_copy(Signal* signal, u32 shared, const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :
+                 : "r"(shared), "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(signal))
+                 : "memory");
 }
 
 // async_copy16, or 16 zero bytes; the address must be good in either case.

@@ -9,6 +9,7 @@
 DEVICE u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - pyllm_emulation->dynamic_shared); }
 
 DEVICE u64 wgmma_factor(u32 address, u32 leading) { return (u64)address | (u64)leading << 32; }
+DEVICE u64 wgmma_factor_behind(u64 factor, u32 bytes) { return factor + bytes; }
 DEVICE void wgmma_begin() {}
 DEVICE void wgmma_commit() {}
 template <int N>
@@ -16,6 +17,10 @@ DEVICE void wgmma_wait() {}
 template <int N>
 DEVICE void wgmma_pin(float (&c)[N]) {
     (void)c;
+}
+template <int N>
+DEVICE void wgmma_ready(u32 (&a)[N][4]) {
+    (void)a;
 }
 
 // The hardware's 128-byte swizzle works on the bits of the address.
@@ -44,18 +49,35 @@ DEVICE void wgmma_columns(float* c, u64 a, u64 b, bool add) {
     }
 }
 
-template <int N>
-DEVICE void wgmma_rows(float* c, const u32* a, u64 b) {
-    const int lane = pyllm_emulation->lane;
+// Of a factor in registers, the two rows of which a lane computes products.
+DEVICE void pyllm_rows_of_lanes(float (&rows)[2][16], const u32* a) {
     float mine[8];
     pyllm_unpack(mine, a, 8);
     const u8* const slots = pyllm_show_tile(EXCHANGE_TILE, mine, sizeof(mine));
-    float rows[2][16];
     for (int r = 0; r < 2; r++) {
         for (int k = 0; k < 16; k++) {
-            rows[r][k] = pyllm_shown_floats(slots, lane / 4 * 4 + k % 8 / 2)[k / 8 * 4 + r * 2 + k % 2];
+            rows[r][k] = pyllm_shown_floats(slots, pyllm_emulation->lane / 4 * 4 + k % 8 / 2)[k / 8 * 4 + r * 2 + k % 2];
         }
     }
+}
+
+template <int N>
+DEVICE void wgmma_held(float* c, const u32* a, u64 b, bool add) {
+    float rows[2][16];
+    pyllm_rows_of_lanes(rows, a);
+    for (int i = 0; i < N / 2; i++) {
+        float column[16];
+        pyllm_unpack_rows(column, b, i / 4 * 8 + pyllm_emulation->lane % 4 * 2 + i % 2);
+        if (!add) c[i] = 0;
+        for (int k = 0; k < 16; k++) c[i] += rows[i / 2 % 2][k] * column[k];
+    }
+}
+
+template <int N>
+DEVICE void wgmma_rows(float* c, const u32* a, u64 b) {
+    const int lane = pyllm_emulation->lane;
+    float rows[2][16];
+    pyllm_rows_of_lanes(rows, a);
     for (int i = 0; i < N / 2; i++) {
         const int n = i / 4 * 8 + lane % 4 * 2 + i % 2;
         const u32 first = (u32)b + n / PANEL * (u32)(b >> 32) + n % PANEL * 2;
@@ -82,6 +104,14 @@ DEVICE void signal_arrive(Signal* signal) {
     const u64 missing = (signal->state >> 16 & 0xFFFF) - 1;
     const u64 parity = signal->state >> 32;
     signal->state = missing ? pyllm_signal(all, missing, parity) : pyllm_signal(all, all, parity ^ 1);
+}
+
+// Copies that follow at once are done before another thread runs.
+DEVICE void signal_expect(Signal* signal, u32 bytes) { (void)bytes, signal_arrive(signal); }
+
+DEVICE void bulk_copy(Signal* signal, u32 shared, const void* global, u32 bytes) {
+    (void)signal;
+    __builtin_memcpy(pyllm_emulation->dynamic_shared + shared, global, bytes);
 }
 
 DEVICE void signal_wait(Signal* signal, u32 phase) {

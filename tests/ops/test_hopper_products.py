@@ -16,7 +16,7 @@ from pyllm.kernel_check import Case, check_case
 from pyllm.kernel_expert_cases import mul_mat_id_case
 from pyllm.kernel_product_cases import half_weight, linear_case, mul_mat_case
 from pyllm.kernel_samples import HALF, normal, random_weight
-from pyllm.ops import product_wgmma
+from pyllm.ops import linear, product_plan, product_wgmma
 from pyllm.ops.mul_mat import mul_mat_ref
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_plan import Gate, Output
@@ -44,6 +44,13 @@ def device() -> Iterator[EmulatedDevice]:
     device.target = replace(device.target, arch="sm_90")
     yield device
     device.close()
+
+
+@pytest.fixture(autouse=True)
+def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are enough to see what these do, though plans take them for more: see test_direct_products.py."""
+    for module in (product_plan, linear):
+        monkeypatch.setattr(module, "takes_direct", lambda *arguments: False)
 
 
 def sources(device: EmulatedDevice, case: Case) -> list[tuple[str, str]]:

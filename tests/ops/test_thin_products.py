@@ -14,8 +14,9 @@ from pyllm.kernel_samples import random_weight
 from pyllm.ops.linear import linear, linear_scratch
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import Target
+from pyllm.ops.product_direct import FOURS_TYPES
 from pyllm.ops.product_held import HELD_TYPES, Held
-from pyllm.ops.product_plan import WORDS_TYPES, Gate, Staging
+from pyllm.ops.product_plan import Gate, Staging
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
 from pyllm.ops.product_whole import Whole
 from pyllm.quants import FORMATS, GPU_TYPES, QuantType, dequantize
@@ -37,7 +38,7 @@ NVIDIA = ("sm_80", "sm_86", "sm_90", "sm_120")
 
 
 @pytest.mark.parametrize("num_tokens", [3, 7, 11, 18])
-@pytest.mark.parametrize("qtype", [*sorted(WORDS_TYPES), *WITH_MINIMA], ids=lambda qtype: qtype.name)
+@pytest.mark.parametrize("qtype", [*sorted(FOURS_TYPES), *WITH_MINIMA], ids=lambda qtype: qtype.name)
 def test_products_side_by_side(device: Device, qtype: QuantType, num_tokens: int) -> None:
     """Rows are no whole number of what all warps of a block take at a time."""
     blocks = 3 if FORMATS[qtype].block_size == 256 else 12 if num_tokens > 8 else 9
