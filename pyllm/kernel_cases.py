@@ -85,6 +85,7 @@ def ops_of_kernels() -> dict[str, set[str]]:
     for case in (
         attention_case("f16", (33,), (33,), 4, 2, 64),
         mul_mat_case(QuantType.Q8_0, 33, 8, 32),
+        mul_mat_case(QuantType.Q8_0, 33, 8, 256),
         mul_mat_id_case(QuantType.Q8_0, 33, 7, 3, 8, 32, 32, dtype=np.float16),
     ):
         assert case.op.plan is not None
