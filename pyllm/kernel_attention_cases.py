@@ -115,6 +115,9 @@ def set_rows_cases() -> Iterator[Case]:
         yield Case(SET_ROWS, kv_type.name, partial(_set_rows, kv_type, False), (3, 5), floor=None)
     for name in ("q8_0", "q4_0"):
         yield Case(SET_ROWS, f"{name}, whole numbers", partial(_set_whole_rows, KV_TYPES[name]), (3, 5), floor=None)
+    for name in ("f16", "q4_0"):
+        wide = partial(_set_rows, KV_TYPES[name], False, head_dim=512)
+        yield Case(SET_ROWS, f"{name}, wide rows", wide, (3, 5), floor=None)
     yield Case(SET_ROWS, "a wrong row", partial(_set_rows, KV_TYPES["f16"], True), (3, 5), floor=None)
 
 
@@ -127,8 +130,8 @@ def _set_whole_rows(kv_type: KVType, rng: Rng) -> Arguments:
     return k, v, *rest
 
 
-def _set_rows(kv_type: KVType, wrong: bool, rng: Rng) -> Arguments:
-    head_dim = max(16, kv_type.block)
+def _set_rows(kv_type: KVType, wrong: bool, rng: Rng, head_dim: int = 16) -> Arguments:
+    head_dim = max(head_dim, kv_type.block)
     inputs, cache = paged(rng, (1, 64, 33), (1, 5, 33), 3, head_dim, kv_type, written=False)
     inputs.row_ids[4] = inputs.row_ids[3] if wrong else -1
     k, v = normal(rng, 39, 3 * head_dim), normal(rng, 39, 3 * head_dim)

@@ -216,30 +216,47 @@ DEVICE f32x4 kv_load4(const kv_t* RESTRICT row, i32 width, i32 element) {
 #endif
 }
 
-// Each lane writes four consecutive elements, from one that is a multiple of four, rounded once to the storage type. Lanes beside
-// each other hold neighbours: eight lanes from a multiple of eight on hold a block of a quantised type, of which all or none
-// are wanted. Whole warps come here. A block in which a value is not finite becomes NaN as a whole.
-DEVICE void kv_store4(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& values, bool wanted) {
 #if KV_QUANTISED
-    const float x[4] = {values.x, values.y, values.z, values.w};
-    float extreme = 0;  // the element of the largest magnitude, the first of several; infinite if one is not finite
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (!(fabsf(x[i]) <= fabsf(extreme))) extreme = fabsf(x[i]) < INFINITY_F ? x[i] : INFINITY_F;
-    }
-#pragma unroll
-    for (int mask = 1; mask < KV_BLOCK / 4; mask *= 2) {
-        const float other = shfl_xor(extreme, mask);
-        const bool first = LANE() & mask;  // the other one is
-        if (fabsf(other) > fabsf(extreme) || (first && fabsf(other) == fabsf(extreme))) extreme = other;
-    }
+
+// What the codes of a block are made with, from its element of the largest magnitude, the first of several; that is infinite
+// if an element is not finite, and then the block becomes NaN as a whole.
+struct KVStep {
+    float inverse;
+    bool finite;
+    u16 scale;
+};
+
+DEVICE KVStep kv_step(float extreme) {
     const bool finite = fabsf(extreme) < INFINITY_F;
     const float step = KV_TYPE == 3 ? fabsf(extreme) / 127.0f : extreme / -8.0f;
-    const float inverse = finite && fabsf(step) >= KV_SMALLEST ? 1.0f / step : 0.0f;
+    const bool large = fabsf(step) >= KV_SMALLEST;
+    const u16 scale = !finite ? 0x7E00 : large ? f32_to_f16_bits(step) : 0;
+    return KVStep{finite && large ? 1.0f / step : 0.0f, finite, scale};
+}
+
+// The extreme of what came before and x.
+DEVICE float kv_extreme_of(float before, float x) {
+    return fabsf(x) <= fabsf(before) ? before : fabsf(x) < INFINITY_F ? x : INFINITY_F;
+}
+
+// That of LANES lanes beside each other, whose elements follow each other.
+template <int LANES>
+DEVICE float kv_extreme_of_lanes(float own) {
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) {
+        const float other = shfl_xor(own, mask);
+        const bool is_first = LANE() & mask;  // the other one is
+        if (fabsf(other) > fabsf(own) || (is_first && fabsf(other) == fabsf(own))) own = other;
+    }
+    return own;
+}
+
+// Four codes, each in a byte.
+DEVICE u32 kv_codes(const float (&x)[4], const KVStep& step) {
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float scaled = finite ? mul_rn(x[i], inverse) : 0.0f;
+        const float scaled = step.finite ? mul_rn(x[i], step.inverse) : 0.0f;
 #if KV_TYPE == 3
         const float whole = floorf(fabsf(scaled));
         const float rounded = sub_rn(fabsf(scaled), whole) >= 0.5f ? whole + 1 : whole;  // half away from zero
@@ -249,6 +266,49 @@ DEVICE void kv_store4(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& v
         codes |= static_cast<u32>(code < 15 ? code : 15) << 8 * i;
 #endif
     }
+    return codes;
+}
+
+// Each lane writes eight consecutive elements, from one that is a multiple of eight: four lanes beside each other hold a block,
+// of which all or none are wanted. Whole warps come here.
+DEVICE void kv_store8(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& low, const f32x4& high, bool wanted) {
+    const float a[4] = {low.x, low.y, low.z, low.w};
+    const float b[4] = {high.x, high.y, high.z, high.w};
+    float extreme = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) extreme = kv_extreme_of(extreme, a[i]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) extreme = kv_extreme_of(extreme, b[i]);
+    const KVStep step = kv_step(kv_extreme_of_lanes<KV_BLOCK / 8>(extreme));
+    const u32 codes[2] = {kv_codes(a, step), kv_codes(b, step)};
+    const i32 in_block = element % KV_BLOCK;
+    u8* const block = row + kv_code_bytes(element - in_block);
+#if KV_TYPE == 3
+    if (!wanted) return;
+    *reinterpret_cast<u64*>(block + in_block) = codes[0] | static_cast<u64>(codes[1]) << 32;
+#else
+    // Lanes of elements 0-15 write the first four bytes of the eight that they share with those of 16-31, the others the rest.
+    const bool upper = LANE() & 2;
+    const u32 other = shfl_xor(codes[upper ? 0 : 1], 2);
+    if (!wanted) return;
+    *reinterpret_cast<u32*>(block + in_block % 16 + (upper ? 4 : 0)) = upper ? other | codes[1] << 4 : codes[0] | other << 4;
+#endif
+    if (in_block == 0) *reinterpret_cast<u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2) = step.scale;
+}
+
+#endif
+
+// Each lane writes four consecutive elements, from one that is a multiple of four, rounded once to the storage type. Lanes beside
+// each other hold neighbours: eight lanes from a multiple of eight on hold a block of a quantised type, of which all or none
+// are wanted. Whole warps come here. A block in which a value is not finite becomes NaN as a whole.
+DEVICE void kv_store4(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& values, bool wanted) {
+#if KV_QUANTISED
+    const float x[4] = {values.x, values.y, values.z, values.w};
+    float extreme = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) extreme = kv_extreme_of(extreme, x[i]);
+    const KVStep step = kv_step(kv_extreme_of_lanes<KV_BLOCK / 4>(extreme));
+    u32 codes = kv_codes(x, step);
 #if KV_TYPE == 4
     codes |= shfl_xor(codes, 4) << 4;  // for the lanes of elements 0-15
 #endif
@@ -257,10 +317,7 @@ DEVICE void kv_store4(kv_t* RESTRICT row, i32 width, i32 element, const f32x4& v
     if (KV_TYPE == 3 || in_block < 16) {
         *reinterpret_cast<u32*>(row + kv_code_bytes(element - in_block) + in_block) = codes;
     }
-    if (in_block == 0) {
-        const u16 scale = !finite ? 0x7E00 : fabsf(step) >= KV_SMALLEST ? f32_to_f16_bits(step) : 0;
-        *reinterpret_cast<u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2) = scale;
-    }
+    if (in_block == 0) *reinterpret_cast<u16*>(row + kv_code_bytes(width) + element / KV_BLOCK * 2) = step.scale;
 #else
     (void)width;
     if (!wanted) return;
