@@ -20,7 +20,7 @@ def softcap_ref(x: np.ndarray, cap: float, out: np.ndarray) -> None:
 
 def plan_softcap(target: Target, x: Any, cap: float, out: Any) -> list[KernelLaunch]:
     args = (x, out, np.float32(cap), np.int64(x.size))
-    return [KernelLaunch("softcap", "softcap", (-(-x.size // 256),), (256,), args)]
+    return [KernelLaunch("softcap", "softcap", (-(-x.size // 1024),), (256,), args)]
 
 
 SOFTCAP = Op("softcap", softcap_ref, plan_softcap)
