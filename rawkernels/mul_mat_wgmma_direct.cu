@@ -20,6 +20,7 @@
 //           OUTPUT 0 f32, 1 f16, 2 added to f32, 3 f32 sums of each share of k, [S][T][N]
 // Arch      sm_90a
 // SharedLimit   sm_90a=232448
+// Scratch   sm_90a=24
 // Compile   QTYPE=12 TOKENS=32 GROUPS=4 KPARTS=2 X_K=128 X_STAGES=4 W_STAGES=2 HELD=1 UNIT_BYTES=144 ALIGNED=1 GATE=0 BIAS=0
 //           OUTPUT=0,3;
 //           QTYPE=13 TOKENS=64 GROUPS=4 KPARTS=1 X_K=64 X_STAGES=4 W_STAGES=2 HELD=1 UNIT_BYTES=176 ALIGNED=1 GATE=1 BIAS=0
@@ -70,7 +71,7 @@ static_assert(ROW_GROUPS * KPARTS == GROUPS, "groups share the work evenly");
 
 // Registers of a thread: of all at first; of those that copy; of those that multiply.
 constexpr int FIRST_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int COPIER_REGISTERS = 24;
+constexpr int COPIER_REGISTERS = 32;
 constexpr int LEFT_REGISTERS = (FIRST_REGISTERS * (GROUPS + 1) - COPIER_REGISTERS) / GROUPS / 8 * 8;
 constexpr int REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 
