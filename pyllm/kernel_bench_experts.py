@@ -127,7 +127,7 @@ def _gated_experts_case(tokens: int, experts: int, used: int, rows: int, row_ele
         x = source.normal(tokens, 1, row_elements, dtype=np.float16)
         out = source.unwritten(tokens, used, rows, dtype=np.float16)
         target, scratch = source.device.target, None
-        if gate_needs_scratch(target, chosen.size, gate, up):
+        if gate_needs_scratch(target, chosen.size, gate, up, x.dtype):
             scratch = source.unwritten(tokens, used, rows, dtype=np.float16)
         return x, source.array(chosen), gate, up, _lists(source, chosen, gate, up), scratch, out
 

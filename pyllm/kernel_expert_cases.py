@@ -46,6 +46,7 @@ def expert_cases() -> Iterator[Case]:
     yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q8_0, 5, 0)
     yield gated_mul_mat_id_case(QuantType.Q8_0, QuantType.Q8_0, 33, 64)
     yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q6_K, 70, 64, np.float16)
+    yield gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 90, 128, np.float16, rows=40)
     yield mul_mat_id_case(QuantType.Q4_K, 8, 128, 8, 768, 2048, 0)
     for bm in (32, 64, 128):
         yield mul_mat_id_case(QuantType.Q4_K, 256, 128, 8, 768, 2048, bm)
@@ -101,10 +102,10 @@ def mul_mat_id_case(
 
 
 def gated_mul_mat_id_case(
-    gate_type: QuantType, up_type: QuantType, tokens: int, bm: int, dtype: type = np.float32
+    gate_type: QuantType, up_type: QuantType, tokens: int, bm: int, dtype: type = np.float32, rows: int = 33
 ) -> Case:
     """The first half of experts, 2 of 5; x and out of a dtype."""
-    num_experts, rows, row_elements = 5, 33, 256
+    num_experts, row_elements = 5, 256
 
     def arguments(rng: Rng) -> Arguments:
         weights = (_random_experts(rng, qtype, num_experts, rows, row_elements) for qtype in (gate_type, up_type))

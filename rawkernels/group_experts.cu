@@ -8,7 +8,7 @@
 //           expert, barrier; each warp writes the pairs of its own part of `experts`
 // Defines   BM: pairs of a tile
 // Scratch   sm_80=8
-// Compile   BM=32,64,128,256
+// Compile   BM=32,64,128,160,192
 #include "common/platform.cuh"
 
 constexpr int MAX_EXPERTS = 512;

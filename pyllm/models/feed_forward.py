@@ -136,7 +136,7 @@ class ExpertFeedForward:
         lists = self._group(device, batch, experts)
         wide = (num_tokens, num_used, sizes.intermediate_size)
         hidden, scratch = array("gate", wide, dtype), None
-        if gate_needs_scratch(device.target, experts.size, self._gate, self._up):
+        if gate_needs_scratch(device.target, experts.size, self._gate, self._up, h.dtype):
             scratch = array("up", wide, dtype)
         gated_mul_mat_id(device, h[:, None, :], experts, self._gate, self._up, hidden, lists, scratch)
         down = array("expert_out", (num_tokens, num_used, h.shape[1]), dtype)

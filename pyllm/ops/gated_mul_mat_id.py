@@ -8,8 +8,16 @@ import numpy as np
 
 from pyllm.ops.check import check_array, require
 from pyllm.ops.group_experts import ExpertLists
-from pyllm.ops.mul_mat_id import check_mul_mat_id, few_pairs_launch, mul_mat_id_ref, plan_mul_mat_id, without_lists
+from pyllm.ops.mul_mat_id import (
+    check_mul_mat_id,
+    few_pairs_launch,
+    mul_mat_id_ref,
+    plan_mul_mat_id,
+    wgmma_experts_launch,
+    without_lists,
+)
 from pyllm.ops.op import KernelLaunch, Op, Target
+from pyllm.ops.product_wgmma import uses_wgmma
 from pyllm.ops.silu_mul import plan_silu_mul, silu_mul_ref
 from pyllm.weight import Weight
 
@@ -33,16 +41,22 @@ def gated_mul_mat_id_ref(
     out[...] = gates
 
 
-def gate_needs_scratch(target: Target | None, num_pairs: int, gate: Weight, up: Weight) -> bool:
+def gate_needs_scratch(target: Target | None, num_pairs: int, gate: Weight, up: Weight, x_dtype: Any) -> bool:
     """Whether products of `up` are kept in scratch: where one kernel cannot do both."""
-    return target is not None and (gate.qtype != up.qtype or not without_lists(target, num_pairs, gate))
+    if target is None:
+        return False
+    at_once = without_lists(target, num_pairs, gate) or (uses_wgmma(target, gate.qtype) and x_dtype == np.float16)
+    return gate.qtype != up.qtype or not at_once
 
 
 def plan_gated_mul_mat_id(
     target: Target, x: Any, experts: Any, gate: Weight, up: Weight, lists: ExpertLists | None, scratch: Any, out: Any
 ) -> list[KernelLaunch]:
-    if scratch is None:
-        return [few_pairs_launch(target, x, experts, gate, up, out, gate=1)]
+    if not gate_needs_scratch(target, experts.size, gate, up, x.dtype):
+        if without_lists(target, experts.size, gate):
+            return [few_pairs_launch(target, x, experts, gate, up, out, gate=1)]
+        assert lists is not None
+        return [wgmma_experts_launch(target, x, experts, gate, up, lists, out, gate=1)]
     flat = (experts.size, out.shape[2])
     gates, ups = out.reshape(flat), scratch.reshape(flat)
     return [
@@ -79,7 +93,7 @@ def gated_mul_mat_id(
     """
     check_mul_mat_id(device, x, experts, gate, out, lists)
     require(gate.shape == up.shape, "gated_mul_mat_id", f"{gate.name} and {up.name} have different shapes")
-    needed = gate_needs_scratch(device.target, experts.size, gate, up)
+    needed = gate_needs_scratch(device.target, experts.size, gate, up, x.dtype)
     require(needed == (scratch is not None), "gated_mul_mat_id", "scratch is missing or not needed")
     if scratch is not None:
         check_array("gated_mul_mat_id", "scratch", scratch, out.shape, (out.dtype.name,))

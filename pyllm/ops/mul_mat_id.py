@@ -69,7 +69,7 @@ def expert_tile_rows(target: Target | None, num_pairs: int, *weights: Weight) ->
         return 64
     each = num_pairs // weights[0].shape[0]
     if target.arch == "sm_90":
-        return 64 if each < 32 else 128 if each < 96 else 256
+        return 64 if each <= 40 else 128 if each < 96 else 160 if each <= 128 else 192
     return 32 if each <= 20 else 64 if each <= 96 else 128  # measured: BENCHMARKS.md
 
 
@@ -84,18 +84,30 @@ def plan_mul_mat_id(
         return [few_pairs_launch(target, x, experts, weight, weight, out)]
     assert lists is not None
     sizes = (num_pairs, n, k, num_experts, num_used, x_slots)
+    if uses_wgmma(target, weight.qtype) and x.dtype == np.float16:
+        return [wgmma_experts_launch(target, x, experts, weight, weight, lists, out)]
     args = (x, lists.array, weight.array, out, row_bytes, *map(np.int32, sizes))
     most_tiles = ExpertLists.max_tiles(num_pairs, num_experts, lists.bm)
-    if uses_wgmma(target, weight.qtype) and x.dtype == np.float16:
-        large = expert_tile(lists.bm, weight.qtype)
-        blocks = min(most_tiles * -(-n // large.rows), target.multiprocessors * large.blocks)
-        source, shared = "mul_mat_id_wgmma", large.shared_bytes(weight.qtype)
-        defines = large.defines(weight.qtype, output)
-        return [KernelLaunch(source, source, (blocks,), (large.threads,), args, defines, shared, "sm_90a")]
     tile = Tile.of_experts(target, lists.bm, n, weight.qtype)
     grid = (-(-n // tile.bn), most_tiles)
     defines, shared = tile.defines(weight.qtype, x, output), tile.shared_bytes(weight.qtype)
     return [KernelLaunch("mul_mat_id", "mul_mat_id_tile", grid, (tile.threads,), args, defines, shared)]
+
+
+def wgmma_experts_launch(
+    target: Target, x: Any, experts: Any, weight: Weight, up: Weight, lists: ExpertLists, out: Any, gate: int = 0
+) -> KernelLaunch:
+    """`mul_mat_id_wgmma`; with `gate`, silu of the product times the same with `up`."""
+    num_experts, n, k = weight.shape
+    tile = expert_tile(lists.bm, weight.qtype)
+    parts = -(-n // (tile.rows // 2 if gate else tile.rows))
+    most_tiles = ExpertLists.max_tiles(experts.size, num_experts, lists.bm)
+    blocks = min(most_tiles * parts, target.multiprocessors * tile.blocks)
+    sizes = (experts.size, n, k, num_experts, experts.shape[1], x.shape[1])
+    args = (x, lists.array, weight.array, up.array, out, np.int64(weight.row_bytes), *map(np.int32, sizes))
+    defines = tile.defines(weight.qtype, int(out.dtype == np.float16)) | {"GATE": gate}
+    name, shared = "mul_mat_id_wgmma", tile.shared_bytes(weight.qtype)
+    return KernelLaunch(name, name, (blocks,), (tile.threads,), args, defines, shared, "sm_90a")
 
 
 def few_pairs_launch(

@@ -77,12 +77,13 @@ class Tile:
     def of_experts(cls, target: Target, bm: int, num_rows: int, qtype: QuantType) -> Tile:
         """The tile for products of one expert each; `bm` is that of their lists."""
         staged = FORMATS[qtype].block_size > 1
+        threads = 128 if bm > 128 and bm % 64 else 256  # four warps side by side take multiples of 64 pairs
         if target.vendor == "host":
-            return cls(bm, 64, 64 if bm < 64 else 32, 256, 3, target.tiles == "mma" and staged)
+            return cls(bm, 64, 64 if bm < 64 else 32, threads, 3, target.tiles == "mma" and staged)
         if target.vendor == "hip":
             return cls(bm, 128, 32, 256, 3, False)
-        if bm > 128:  # lists for Hopper's tiles, but x or weights in float32
-            return cls(bm, 64, 32, 256, 2, staged)
+        if bm > 128:  # lists for Hopper's tiles, but x in float32
+            return cls(bm, 64, 32, threads, 2, staged)
         tile = cls(bm, 128 if bm == 128 else 64, 64, 128, 2, staged)
         return tile if tile._runs_well(target, qtype) else replace(tile, bn=64)
 

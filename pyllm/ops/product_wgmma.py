@@ -110,7 +110,7 @@ TILES = (
     WgmmaTile(64, 128, x_stages=3, w_stages=3, consumers=1, decoders=1, blocks=2, costs=(450, 750)),
     WgmmaTile(64, 64, x_stages=4, w_stages=4, consumers=1, decoders=1, blocks=2, costs=(360, 580)),
 )
-EXPERT_TOKENS = (32, 64, 128, 256)  # that lists of experts may have in a tile
+EXPERT_TOKENS = (32, 64, 128, 160, 192)  # that lists of experts may have in a tile
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,11 @@ def gains_together(target: Target, num_tokens: int, num_rows: Sequence[int], k: 
 
 def expert_tile(bm: int, qtype: QuantType) -> WgmmaTile:
     """The tile for products of one expert each; `bm` is that of their lists."""
-    return for_type(WgmmaTile(128, bm, grain=32, x_stages=4, w_stages=4 if bm <= 128 else 3), qtype)
+    if bm == 64 and qtype != COPIED:  # bound by what decodes: more of it, where packed rows leave room
+        several = (WgmmaTile(64 * n, bm, grain=32, w_stages=7 - n, consumers=2 + n % 2, decoders=n) for n in (4, 3))
+        if tile := next((tile for tile in several if tile.fits(qtype)), None):
+            return tile
+    return for_type(WgmmaTile(128, bm, grain=32), qtype)
 
 
 def for_type(tile: WgmmaTile, qtype: QuantType) -> WgmmaTile:

@@ -22,13 +22,19 @@
 //           read a stage; awaited before it is filled again. Chunks are a warp's own: it waits for its copies, and asks for a
 //           chunk when all its lanes have read what lies there
 // Defines   ROWS; TOKENS; GRAIN, of which TOKENS is a multiple; X_STAGES; W_STAGES; CONSUMERS; DECODERS; BLOCKS to a
-//           multiprocessor; those of product_parts.cuh
+//           multiprocessor; those of product_parts.cuh; GATE: 1 where a tile has `up` like `w`, and num_rows of both, half of
+//           ROWS at most: silu(product with w) * (product with up) is what goes out; else 0, or not defined
 #pragma once
 #if BLOCKS > 1
 #define KERNEL_MIN_BLOCKS BLOCKS
 #endif
 #include "common/product_parts.cuh"
 #include "common/tile_wgmma.cuh"
+#if !defined(GATE)
+#define GATE 0
+#elif GATE
+#include "common/gates.cuh"
+#endif
 
 #define GROUP_THREADS 128
 #define GROUPS (CONSUMERS + DECODERS + 1)
@@ -111,8 +117,17 @@ DEVICE void product_begin(ProductPlaces& places) {
     BARRIER();
 }
 
-// Of place `a` in the tile, which row of w it holds.
-DEVICE int row_of_place(int a) { return a / 16 * 16 + a % 8 * 2 + a / 8 % 2; }
+// Of place `a` in the tile, which row it holds, of w, or by turns eight of w and eight of `up`.
+DEVICE int row_of_place(int a) { return GATE ? a / 16 * 8 + a % 8 : a / 16 * 16 + a % 8 * 2 + a / 8 % 2; }
+
+template <typename Tile>
+DEVICE const u8* w_of_place(const Tile& tile, int a) {
+    if constexpr (GATE) {
+        return a / 8 % 2 ? tile.up : tile.w;
+    } else {
+        return tile.w;
+    }
+}
 
 // A row that does not exist is the last one once more.
 template <typename Tile>
@@ -123,7 +138,7 @@ DEVICE int w_row_of_place(const Tile& tile, int a) {
 
 template <typename Tile>
 DEVICE const u8* w_row(const Tile& tile, int a, i64 row_bytes) {
-    return tile.w + w_row_of_place(tile, a) * row_bytes;
+    return w_of_place(tile, a) + w_row_of_place(tile, a) * row_bytes;
 }
 
 template <typename Tile>
@@ -160,7 +175,7 @@ DEVICE void product_copy(ProductPlaces& places, ProductRings& rings, const Tile&
         if (COPIED) {
             signal_wait(&places.w_done[rings.w.stage], rings.w.phase ^ 1);
             const u32 w_tile = w_address + rings.w.stage * W_TILE;
-            const u8* const w = tile.w + 2 * static_cast<i64>(k);
+            const u8* const w = w_of_place(tile, thread / 8) + 2 * static_cast<i64>(k);  // STEP_ROWS on it is the same
 #pragma unroll
             for (int i = 0; i < W_COPIES; i++) {
                 forget_origin(w_rows[i]);
@@ -261,10 +276,10 @@ DEVICE void product_decode(ProductPlaces& places, ProductRings& rings, i32 num_t
 }
 
 template <int N>
-DEVICE void multiply_columns(float* sum, u64 rows, u32 x_address) {
+DEVICE void multiply_columns(float* sum, u64 rows, u64 columns) {
     constexpr int now = N < WIDEST ? N : WIDEST;
-    wgmma_columns<now>(sum, rows, wgmma_factor(x_address, 16), true);
-    if constexpr (now < N) multiply_columns<N - now>(sum + now / 2, rows, x_address + now * 128);
+    wgmma_columns<now>(sum, rows, columns, true);
+    if constexpr (now < N) multiply_columns<N - now>(sum + now / 2, rows, wgmma_factor_behind(columns, now * 128));
 }
 
 // Products with two neighbouring rows, for one token each. What they are added to is read for some tokens at a time.
@@ -297,11 +312,36 @@ DEVICE void store_products(const float (&sum)[N / 2], const Tile& tile, i32 n) {
     }
 }
 
+// gated(product with w, with up) of row n. Lanes with neighbouring rows exchange them, so that each has both of a token.
+template <int N, typename Tile>
+DEVICE void store_gated(const float (&sum)[N / 2], const Tile& tile, i32 n) {
+#if GATE
+    const int odd = n % 2;
+    const bool both = tile.in_pairs && n - odd + 1 < tile.num_rows;
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4) {
+        const float first = gated(sum[i], sum[i + 2]), second = gated(sum[i + 1], sum[i + 3]);
+        const float others = shfl_xor(odd ? first : second, 4);
+        const float mine = odd ? second : first;
+        out_t* const row = tile.row_of_out(i * 2 + LANE() % 4 * 2 + odd);
+        if (row == nullptr) continue;
+        const float low = odd ? others : mine, high = odd ? mine : others;
+        if (both) {
+            product_set_pair(row + n - odd, low, high);
+        } else {
+            if (n - odd < tile.num_rows) product_put(row + n - odd, low);
+            if (n - odd + 1 < tile.num_rows) product_put(row + n - odd + 1, high);
+        }
+    }
+#endif
+}
+
 template <int N, typename Tile>
 DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Tile& tile) {
     const int first_row = WARP_ID() / GROUP_WARPS * FACTORS * 64;
     const u32 x_address = shared_address(product_tiles());
-    const u32 w_address = x_address + X_STAGES * X_TILE + first_row * 128;
+    const u64 x_first = wgmma_factor(x_address, 16);
+    const u64 w_first = wgmma_factor(x_address + X_STAGES * X_TILE + first_row * 128, 16);
     float sum[FACTORS][N / 2];
 #pragma unroll
     for (int m = 0; m < FACTORS; m++) {
@@ -317,8 +357,8 @@ DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Ti
     };
 #pragma unroll 1
     for (i32 k0 = 0; k0 < tile.depth; k0 += BK) {
-        const u32 x_tile = x_address + rings.x.stage * X_TILE;
-        const u32 w_tile = w_address + rings.w.stage * W_TILE;
+        const u64 x_factor = wgmma_factor_behind(x_first, rings.x.stage * X_TILE);
+        const u64 w_factor = wgmma_factor_behind(w_first, rings.w.stage * W_TILE);
         signal_wait(&places.x_arrived[rings.x.stage], rings.x.phase);
         signal_wait(&places.w_arrived[rings.w.stage], rings.w.phase);
         fence_products();
@@ -327,8 +367,8 @@ DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Ti
         for (int k = 0; k < BK / 16; k++) {
 #pragma unroll
             for (int m = 0; m < FACTORS; m++) {
-                const u64 rows = wgmma_factor(w_tile + m * 64 * 128 + k * 32, 16);
-                multiply_columns<N>(sum[m], rows, x_tile + k * 32);
+                const u64 rows = wgmma_factor_behind(w_factor, m * 64 * 128 + k * 32);
+                multiply_columns<N>(sum[m], rows, wgmma_factor_behind(x_factor, k * 32));
             }
         }
         wgmma_commit();
@@ -342,9 +382,15 @@ DEVICE void multiply_tokens(ProductPlaces& places, ProductRings& rings, const Ti
 #pragma unroll
     for (int m = 0; m < FACTORS; m++) wgmma_pin(sum[m]);
     free_before();
-    const int my_row = first_row + WARP_ID() % GROUP_WARPS * 16 + LANE() / 4 * 2;  // and the next
+    const int first = first_row + WARP_ID() % GROUP_WARPS * 16;
 #pragma unroll
-    for (int m = 0; m < FACTORS; m++) store_products<N>(sum[m], tile, my_row + 64 * m);
+    for (int m = 0; m < FACTORS; m++) {
+        if (GATE) {
+            store_gated<N>(sum[m], tile, (first + 64 * m) / 2 + LANE() / 4);
+        } else {
+            store_products<N>(sum[m], tile, first + 64 * m + LANE() / 4 * 2);
+        }
+    }
 }
 
 template <int N = GRAIN, typename Tile>

@@ -9,6 +9,7 @@
 //   wgmma_held<N>(c, a, b, add)      the same with A in registers
 //   wgmma_rows<N>(c, a, b)           C[64][N] += A[64][16] B[16][N]: A in registers, B stored by rows k
 //   wgmma_factor(address, leading)   a factor in shared memory; `leading` bytes lie between its panels
+//   wgmma_factor_behind(factor, bytes)   the factor so many bytes further on
 //   wgmma_begin, wgmma_commit, wgmma_wait<N>, wgmma_pin   around them: see there
 //   Signal, part_barrier, part_arrive                     by which parts of a block wait for each other
 //

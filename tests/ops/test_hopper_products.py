@@ -13,11 +13,12 @@ import pytest
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.executor import OVERLAP_TOKENS
 from pyllm.kernel_check import Case, check_case
-from pyllm.kernel_expert_cases import mul_mat_id_case
+from pyllm.kernel_expert_cases import gated_mul_mat_id_case, mul_mat_id_case
 from pyllm.kernel_product_cases import half_weight, linear_case, mul_mat_case
 from pyllm.kernel_samples import HALF, normal, random_weight
 from pyllm.ops import linear, product_plan, product_wgmma
 from pyllm.ops.mul_mat import mul_mat_ref
+from pyllm.ops.mul_mat_id import expert_tile_rows
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_plan import Gate, Output
 from pyllm.ops.product_wgmma import (
@@ -228,8 +229,10 @@ EXPERT_CASES = (
     mul_mat_id_case(QuantType.Q8_0, 9, 30, 3, 130, 96, 32, shared_input=False, dtype=np.float16),
     mul_mat_id_case(QuantType.F16, 65, 5, 2, 97, 104, 128, dtype=np.float16),
     mul_mat_id_case(QuantType.Q6_K, 170, 3, 2, 140, 256, 128, dtype=np.float16),
-    mul_mat_id_case(QuantType.IQ2_XS, 170, 3, 2, 140, 256, 256, dtype=np.float16),
-    mul_mat_id_case(QuantType.F32, 70, 3, 2, 65, 96, 256, dtype=np.float16),
+    mul_mat_id_case(QuantType.IQ2_XS, 170, 3, 2, 140, 256, 192, dtype=np.float16),
+    mul_mat_id_case(QuantType.F32, 70, 3, 2, 65, 96, 160, dtype=np.float16),
+    mul_mat_id_case(QuantType.Q4_K, 50, 5, 3, 300, 768, 64, dtype=np.float16),
+    mul_mat_id_case(QuantType.Q6_K, 50, 5, 3, 300, 256, 64, dtype=np.float16),
 )
 
 
@@ -239,8 +242,29 @@ def test_experts(device: EmulatedDevice, case: Case) -> None:
     check(device, case, "mul_mat_id_wgmma")
 
 
-def test_experts_of_float32_activations_take_the_other_kernel(device: EmulatedDevice) -> None:
-    case = mul_mat_id_case(QuantType.Q8_0, 70, 3, 2, 65, 96, 256)
+GATED_EXPERT_CASES = (
+    gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q4_K, 90, 128, np.float16, rows=76),
+    gated_mul_mat_id_case(QuantType.Q8_0, QuantType.Q8_0, 70, 64, np.float16),
+    gated_mul_mat_id_case(QuantType.F16, QuantType.F16, 40, 32, np.float16, rows=130),
+)
+
+
+@pytest.mark.parametrize("case", GATED_EXPERT_CASES, ids=str)
+def test_gated_experts_are_one_launch(device: EmulatedDevice, case: Case) -> None:
+    """Rows that end within a tile, an odd number of them, more tiles than one."""
+    assert sources(device, case) == [("mul_mat_id_wgmma", "sm_90a")]
+    check(device, case, "mul_mat_id_wgmma")
+
+
+def test_gated_experts_of_two_types_are_three_launches(device: EmulatedDevice) -> None:
+    case = gated_mul_mat_id_case(QuantType.Q4_K, QuantType.Q6_K, 70, 64, np.float16)
+    assert sources(device, case) == [("mul_mat_id_wgmma", "sm_90a")] * 2 + [("gate_mul", "")]
+    check(device, case, "mul_mat_id_wgmma")
+
+
+@pytest.mark.parametrize("bm", [160, 192])
+def test_experts_of_float32_activations_take_the_other_kernel(device: EmulatedDevice, bm: int) -> None:
+    case = mul_mat_id_case(QuantType.Q8_0, 70, 3, 2, 65, 96, bm)
     assert sources(device, case) == [("mul_mat_id", "")]
     verdict = check_case(device, case, repeats=1)
     assert verdict.passed, verdict
@@ -276,3 +300,17 @@ def test_tiles_that_were_the_fastest_on_an_h200() -> None:
     ):
         tile = product_cut(HOPPER, num_tokens, [num_rows], 4096).tile
         assert (tile.rows, tile.tokens) == fastest, (num_tokens, num_rows)
+
+
+def test_tiles_of_experts_that_were_the_fastest_on_an_h200() -> None:
+    """The same of 128 experts, of which a token uses eight."""
+    weight = Weight("experts", (128, 768, 2048), QuantType.Q4_K, None)
+    for num_tokens, fastest in (
+        (256, (256, 64)),
+        (512, (256, 64)),
+        (1024, (128, 128)),
+        (2048, (128, 160)),
+        (8192, (128, 192)),
+    ):
+        tile = expert_tile(expert_tile_rows(HOPPER, 8 * num_tokens, weight), weight.qtype)
+        assert (tile.rows, tile.tokens) == fastest, num_tokens
