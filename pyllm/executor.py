@@ -534,7 +534,7 @@ class Executor:
         if not num_candidates:
             return [logits]
         rows, columns = logits.shape
-        array, scratch = batch.workspace.array, (rows, scratch_columns(columns, num_candidates))
+        array, scratch = batch.workspace.array, (rows, scratch_columns(rows, columns, num_candidates))
         values, ids = array("top_values", (rows, num_candidates)), array("top_ids", (rows, num_candidates), np.int32)
         top_k(
             self.device,

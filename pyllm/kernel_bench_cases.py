@@ -201,7 +201,7 @@ def _top_k_cases(sizes: Sizes, types: Sequence[QuantType]) -> Iterator[BenchCase
     for rows in (1, sizes.few, 4 * sizes.few):
 
         def arguments(source: Source, rows: int = rows) -> Arguments:
-            scratch = rows, scratch_columns(columns, k)
+            scratch = rows, scratch_columns(rows, columns, k)
             outputs = source.unwritten(rows, k), source.unwritten(rows, k, dtype=np.int32)
             scratches = source.unwritten(*scratch), source.unwritten(*scratch, dtype=np.int32)
             return source.normal(rows, columns), *scratches, *outputs

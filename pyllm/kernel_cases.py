@@ -50,7 +50,7 @@ from pyllm.ops.rms_norm import RMS_NORM
 from pyllm.ops.silu_mul import SILU_MUL
 from pyllm.ops.softcap import SOFTCAP
 from pyllm.ops.take_rows import TAKE_ROWS
-from pyllm.ops.top_k import PART, TOP_K, scratch_columns
+from pyllm.ops.top_k import TOP_K, scratch_columns
 from pyllm.quants import GPU_TYPES, QuantType
 from pyllm.weight import Weight
 
@@ -216,16 +216,16 @@ def _keep_tokens_cases() -> Iterator[Case]:
 
 
 def _top_k_cases() -> Iterator[Case]:
-    for columns, k in ((97, 3), (PART, 1), (3 * PART + 77, 64), (151_936, 64)):
+    for columns, k in ((97, 3), (8192, 1), (24_653, 64), (151_936, 64)):
         yield top_k_case(2, columns, k)
 
     def ties(rng: Rng) -> Arguments:
-        values, *others = _top_k(2, PART + 97, 9, rng)
+        values, *others = _top_k(2, 8289, 9, rng)
         values[0] = np.round(values[0])
         values[1, ::3] = np.nan
         return values, *others
 
-    yield Case(TOP_K, f"9 of {PART + 97}, equal values and NaN", ties, (3, 4), floor=None)
+    yield Case(TOP_K, "9 of 8289, equal values and NaN", ties, (3, 4), floor=None)
 
 
 def top_k_case(rows: int, columns: int, k: int) -> Case:
@@ -235,7 +235,7 @@ def top_k_case(rows: int, columns: int, k: int) -> Case:
 
 
 def _top_k(rows: int, columns: int, k: int, rng: Rng) -> Arguments:
-    scratch = rows, scratch_columns(columns, k)
+    scratch = rows, scratch_columns(rows, columns, k)
     outputs: tuple[Any, ...] = unwritten(rows, k), unwritten(rows, k, dtype=np.int32)
     return normal(rng, rows, columns), unwritten(*scratch), unwritten(*scratch, dtype=np.int32), *outputs
 
