@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pyllm.device import Device
+from pyllm.device.emulated import EmulatedDevice
 from pyllm.sampling import SamplingParams
 from tests.engine import greedy, interleaved, open_engine, tokens
 from tests.models.test_hybrids import MODELS as HYBRIDS
@@ -81,6 +84,16 @@ def test_block_types(device: Device, quant: str) -> None:
     with open_engine(quant_path(f"llama-q-{quant}"), device, kv_type="f16") as llm:
         for prompt in prompts_for(device)[: 1 if device.name == "emulated" else 3]:
             check_float16(llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"])
+
+
+def test_block_types_as_on_hopper() -> None:
+    """Kernels that plans take on sm_90 alone, in a whole model."""
+    name, device = "llama-q-Q4_K_M-mix", EmulatedDevice(32, "mma")
+    device.target = replace(device.target, arch="sm_90")
+    ref = quant_reference(name)
+    with open_engine(quant_path(name), device, kv_type="f16", ubatch_size=64) as llm:
+        check_float16(llm.logits(ref["n70_tokens"].tolist())[-8:], ref["n70_logits_last8"])
+    assert {"arrange_x", "mul_mat_wgmma_direct", "flash_attention_wgmma"} <= {entry for _, entry, *_ in device._kernels}
 
 
 def test_interleaved_sequences_decode_as_alone(device: Device) -> None:
