@@ -15,9 +15,9 @@
 //           65,278th of the unit's largest. Weights, products and their sums over 16 or 32 k, or over 256 where scales are
 //           whole numbers, are exact; from there on f32. NORM: x * norm is taken so, and 1 / sqrt(mean x^2 + eps) multiplies
 //           the sums
-// Defines   QTYPE as in quants/whole.cuh; TOKENS 4 or 8; X_F16; NORM
+// Defines   QTYPE as in quants/whole.cuh; TOKENS 4 or 8, or 1: formats of quants/apart.cuh; X_F16; NORM
 //           OUTPUT 0 f32, 1 f16, 2 added to f32; GATE 0, 1: silu(w0 x) * (w1 x), 2: gelu; BIAS; THREADS
-//           UNIT_K k that a warp works on at a time, UNIT_BYTES their bytes in a row; STAGES
+//           UNIT_K k that a warp works on at a time, 512 with TOKENS 1 only, UNIT_BYTES their bytes in a row; STAGES
 //           ALIGNED: units begin at multiples of 16 bytes
 // Arch      sm_80 sm_90
 // SharedLimit   sm_90=232448 sm_80=166912
@@ -45,10 +45,17 @@
 //           QTYPE=21 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=110 STAGES=2 ALIGNED=0;
 //           QTYPE=19 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=50 STAGES=2 ALIGNED=0;
 //           QTYPE=29 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=56 STAGES=2 ALIGNED=0;
+//           QTYPE=16 TOKENS=1 NORM=1 X_F16=0 OUTPUT=0 GATE=0 BIAS=0 THREADS=512 UNIT_K=512 UNIT_BYTES=132 STAGES=2 ALIGNED=0;
+//           QTYPE=16 TOKENS=1 NORM=1 X_F16=0 OUTPUT=1 GATE=1 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0;
+//           QTYPE=17 TOKENS=1 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=512 UNIT_BYTES=148 STAGES=2 ALIGNED=0;
+//           QTYPE=22 TOKENS=1 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=512 UNIT_BYTES=164 STAGES=2 ALIGNED=0;
+//           QTYPE=18 TOKENS=1 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=98 STAGES=2 ALIGNED=0;
+//           QTYPE=19 TOKENS=1 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=512 UNIT_BYTES=100 STAGES=2 ALIGNED=0;
+//           QTYPE=29 TOKENS=1 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=512 UNIT_BYTES=112 STAGES=2 ALIGNED=1;
 //           QTYPE=34 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=54 STAGES=2 ALIGNED=0;
 //           QTYPE=35 TOKENS=4,8 NORM=0 X_F16=1 OUTPUT=2 GATE=0 BIAS=0 THREADS=512 UNIT_K=256 UNIT_BYTES=66 STAGES=2 ALIGNED=0
 #include "common/gates.cuh"
-#include "common/product_s8.cuh"
+#include "common/product_apart.cuh"
 #include "common/thin.cuh"
 
 // The units that a warp fetches, one behind the other.
@@ -112,7 +119,7 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
     Activations activations;
     activations.bytes = memory + WARPS * STAGES * UNIT_STAGE;
     activations.scale = reinterpret_cast<float*>(activations.bytes + T * token_pitch(K));
-    activations.minima = reinterpret_cast<u8*>(activations.scale + (T * units + 3) / 4 * 4);
+    activations.minima = reinterpret_cast<u8*>(activations.scale + (T * units * SCALED + 3) / 4 * 4);
     float* const sums = reinterpret_cast<float*>(activations.minima + (T * units * MINIMA_BYTES + 15) / 16 * 16);
     i32* const ends = reinterpret_cast<i32*>(sums + (WARPS + tiles) * TOKENS * 16);  // [tiles][first, last warp]
     activations.factor = reinterpret_cast<float*>(ends + 2 * tiles);
@@ -133,6 +140,13 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
 #endif
 
     const i32 g = LANE() / 4, part = LANE() % 4;
+#if APART
+    ApartColumn columns = {};
+    columns.bytes = activations.bytes + g % 2 * 32 + 8 * part;
+    columns.scale = activations.scale;
+    columns.active = part == g / 2;
+    const u8* const entries = reinterpret_cast<const u8*>(table + LANE() % TABLE_COPIES);  // its copy of the codebook
+#else
     Columns columns;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
@@ -144,6 +158,7 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
         columns.minima[n] = activations.minima + (WHOLE_SCALES ? column * units * MINIMA_BYTES + g % 2 * 8
                                                                : token * units * MINIMA_BYTES);
     }
+#endif
     float sum[COLUMNS][2] = {};
     u32 place[2] = {0, 0};  // where a unit begins in its first piece
     bool fresh = true;
@@ -165,7 +180,16 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
         }
         async_wait<STAGES - 1>();
         WARP_BARRIER();
+#if APART
+#pragma unroll
+        for (int j = 0; j < SCALED; j++) {
+            multiply_block(sum[0], packed, columns, unit * SCALED + j, entries);
+#pragma unroll
+            for (int i = 0; i < 2; i++) packed[i] += UNIT_BYTES / SCALED;
+        }
+#else
         multiply(sum, packed, columns, unit, table);
+#endif
         WARP_BARRIER();  // all lanes have read the stage
         fetch(source, stages + stage * UNIT_STAGE, all, units);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -179,7 +203,13 @@ KERNEL(THREADS) mul_mat_thin_s8(const x_t* RESTRICT x, const float* RESTRICT nor
             for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
+#if APART
+                    sum[n][i] += shfl_xor(sum[n][i], 1);
+                    sum[n][i] += shfl_xor(sum[n][i], 2);
+                    if (part == 0) own[g + 8 * i] = sum[n][i];
+#else
                     own[(4 * n + part) * 16 + g + 8 * i] = sum[n][i];
+#endif
                     sum[n][i] = 0;
                 }
             }

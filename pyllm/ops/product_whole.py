@@ -24,6 +24,8 @@ ENOUGH_ROWS = 1536  # with fewer, what every block spends on bringing x costs mo
 ENOUGH_WEIGHTS = 12 << 20  # of formats that were not timed with fewer, which are not _TIMED_SMALL
 THREADS = 512  # of a block, at most
 STAGES = 2  # units on their way to a warp
+TABLE_WORDS = 2048  # of a codebook with its copies, for one token
+MANY_UNITS = 32  # for each warp: with so many, each of two blocks
 STATIC_BYTES = 1 << 10  # what the kernel itself declares, at most, but for a codebook
 STATIC_BYTES_OF_EXPERTS = 10 << 10
 
@@ -37,6 +39,8 @@ _TIMED_SMALL = frozenset(
 )
 _FLOAT_MINIMA = (QuantType.Q4_1, QuantType.Q5_1)
 _WHOLE_MINIMA = (QuantType.Q4_K, QuantType.Q5_K)
+# Of one token, each lane adds up its own weights (rawkernels/common/product_apart.cuh).
+APART_TYPES = frozenset(QuantType[name] for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ1_S", "IQ1_M"))
 _CHEAP = frozenset(QuantType[name] for name in ("Q5_0", "Q5_1", "Q2_K", "TQ2_0", "MXFP4", "NVFP4"))
 _PAIRS = (QuantType.Q4_K, QuantType.Q5_K)  # read as pairs of words
 _TABLES = {  # words of a codebook in shared memory
@@ -56,7 +60,7 @@ class Whole:
 
     Attributes:
         qtype: of the weight.
-        tokens: for so many the kernel is compiled, 4 or 8.
+        tokens: for so many the kernel is compiled, 1, 4 or 8.
         blocks, threads: of the launch.
         tiles: of 16 rows, the most that a block has.
         unit_k, unit_bytes: what a warp works on at a time.
@@ -94,13 +98,16 @@ class Whole:
         unit_k = block.block_size
         while unit_k < 256 and k % (2 * unit_k) == 0 and tiles * k >= 2 * unit_k * largest // target.warp_size:
             unit_k *= 2
+        apart = num_tokens == 1 and weight.qtype in APART_TYPES
+        if apart and k % (2 * unit_k) == 0 and tiles * k >= MANY_UNITS * unit_k * largest // target.warp_size:
+            unit_k *= 2
         unit_bytes = unit_k // block.block_size * block.block_bytes
         aligned = unit_bytes % 16 == 0 and weight.row_bytes % 16 == 0
-        tokens = 4 if num_tokens <= 4 else 8
+        tokens = 1 if apart else 4 if num_tokens <= 4 else 8
         limit = 64 if host else SHARED_KIB.get(target.arch, OTHERS_SHARED_KIB)
         for threads in (largest, largest // 2):
             whole = cls(weight.qtype, tokens, blocks, threads, tiles, unit_k, unit_bytes, aligned)
-            if whole.shared_bytes(target, num_tokens, k) + static_bytes(weight.qtype) <= limit << 10:
+            if whole.shared_bytes(target, num_tokens, k) + static_bytes(weight.qtype, tokens) <= limit << 10:
                 return whole
         return None
 
@@ -122,7 +129,7 @@ class Whole:
         stages = warps * _stage_bytes(self.qtype, self.unit_bytes, self.aligned)
         sums = (warps + self.tiles) * self.tokens * 64 + self.tiles * 8 + self.tokens * 4
         squares = 4 * num_tokens * -(-k // (8 * target.warp_size))
-        return stages + _activation_bytes(self.qtype, self.unit_k, num_tokens, k) + sums + squares
+        return stages + _activation_bytes(self.qtype, min(self.unit_k, 256), num_tokens, k) + sums + squares
 
 
 @dataclass(frozen=True)
@@ -207,9 +214,9 @@ class WholeExperts:
         return stages + _activation_bytes(self.qtype, self.unit_k, self.capacity, k) + sums
 
 
-def static_bytes(qtype: QuantType) -> int:
-    """Static shared memory of `mul_mat_thin_s8`, at most."""
-    return STATIC_BYTES + 4 * _TABLES.get(qtype, 0)
+def static_bytes(qtype: QuantType, tokens: int) -> int:
+    """Static shared memory of `mul_mat_thin_s8` compiled for so many tokens, at most."""
+    return STATIC_BYTES + 4 * (TABLE_WORDS if tokens == 1 else _TABLES.get(qtype, 0))
 
 
 def static_bytes_of_experts(qtype: QuantType) -> int:

@@ -1,7 +1,7 @@
 // product_s8: what products of whole numbers share: activations as signed bytes in shared memory, packed rows on their way,
 // and the products of a unit of k of 16 rows
 //
-// Defines   QTYPE, ALIGNED as in quants/whole.cuh; TOKENS 4 or 8: columns of a product; X_F16, NORM, THREADS,
+// Defines   QTYPE, ALIGNED as in quants/whole.cuh; TOKENS 4 or 8: columns of a product, or 1; X_F16, NORM, THREADS,
 //           UNIT_K, UNIT_BYTES, STAGES: see mul_mat_thin_s8.cu
 #pragma once
 #include "common/tile_s8.cuh"
@@ -9,7 +9,11 @@
 
 #define WARPS (THREADS / WARP_SIZE)
 #define SLABS (UNIT_K / 32)
-#define COLUMNS (TOKENS / 4)  // products of eight columns: four tokens, two bytes each
+#define APART (TOKENS == 1)  // see common/product_apart.cuh
+#define COLUMNS (APART ? 1 : TOKENS / 4)  // products of eight columns: four tokens, two bytes each
+#define SCALED_K (UNIT_K < 256 ? UNIT_K : 256)  // k for which x has one scale
+#define SCALED (UNIT_K / SCALED_K)  // times that in a unit
+#define TABLE_COPIES (APART ? 2048 / WHOLE_TABLE : 1)  // of a codebook in shared memory, entry by entry
 // Units begin at multiples of STEP bytes. Bytes that one touches, in 16-byte pieces; rows in shared memory lie so that lanes
 // meet no bank conflicts, of words or of pairs of them.
 #define STEP (UNIT_BYTES & -UNIT_BYTES)
@@ -17,18 +21,22 @@
 #define PITCH (WHOLE_PAIRS ? ((PIECES + 1) / 2 | 1) * 32 : (PIECES | 1) * 16)
 #define COPIES ((16 * PIECES + WARP_SIZE - 1) / WARP_SIZE)
 #define UNIT_STAGE (16 * PITCH)
-#define GROUP (UNIT_K / 8)    // lanes that bring a unit of x
+#define GROUP (SCALED_K / 8)  // lanes that bring as many x as have one scale
 #define BATCH (TOKENS > 4 ? 4 : 2)
 #define MINIMA_BYTES (WHOLE_MINIMA ? WHOLE_SCALES ? 32 : 4 * SLABS : 0)  // of a token's unit
 
 // The codebook, where the format has one, in static shared memory; all threads call this, a barrier comes behind it.
 #if WHOLE_TABLE
-#define WHOLE_TABLE_SHARED(name) SHARED u32 name[WHOLE_TABLE]
+#define WHOLE_TABLE_SHARED(name) SHARED u32 name[WHOLE_TABLE * TABLE_COPIES]
 DEVICE void bring_table(u32* table) {
 #pragma unroll
     for (int i = 0; i < WHOLE_TABLE; i += THREADS) {
         const int place = i + static_cast<int>(threadIdx.x);
-        if (place < WHOLE_TABLE) table[place] = WHOLE_SOURCE[place];
+        if (place < WHOLE_TABLE) {
+            const u32 entry = WHOLE_SOURCE[place];
+#pragma unroll
+            for (int copy = 0; copy < TABLE_COPIES; copy++) table[place * TABLE_COPIES + copy] = entry;
+        }
     }
 }
 #else
@@ -78,7 +86,7 @@ DEVICE void values_of_run(const Run& run, float (&v)[8]) {
 // x as whole numbers, in shared memory.
 struct Activations {
     u8* bytes;       // [T][K / 32][high, low][32] and 64 bytes, in the order of quants/whole.cuh
-    float* scale;    // [T][units]
+    float* scale;    // [T][units][SCALED]
     float* squares;  // NORM: [T][groups], of the runs that a warp brings at a time
     float* factor;   // NORM: [T], 1 / sqrt(mean x^2 + eps)
     u8* minima;      // [T][units][MINIMA_BYTES]
@@ -169,9 +177,11 @@ DEVICE void put_group(const Activations& target, const Run& run, const float* RE
         sum += shfl_xor(sum, 2);
     }
     if (!exists) return;
-    const i32 place = token * (K / UNIT_K) + index / GROUP;
-    const i32 slab = WHOLE_QUARTERS ? index / 32 * 8 + index % 8 : index / 4;
-    put_run(target.bytes + token * token_pitch(K) + slab * 64, WHOLE_QUARTERS ? index / 8 % 4 : index % 4, q);
+    const i32 place = token * (K / SCALED_K) + index / GROUP;
+    i32 slab = index / 4, part = index % 4;
+    if (APART) part = index / 4 % 4, slab = index / 16 * 4 + index % 4;  // see quants/apart.cuh
+    else if (WHOLE_QUARTERS) part = index / 8 % 4, slab = index / 32 * 8 + index % 8;
+    put_run(target.bytes + token * token_pitch(K) + slab * 64, part, q);
     if (index % GROUP == 0) target.scale[place] = range * (1.0f / 32639.0f);
     if (WHOLE_MINIMA && index % 4 == 0) put_sum(target.minima + place * MINIMA_BYTES, index / 4 % SLABS, sum);
 }

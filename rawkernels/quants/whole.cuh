@@ -70,6 +70,11 @@ DEVICE u32 word_of(const WholeWords& source, int i) {
     return static_cast<u32>((static_cast<u64>(source.words[i + 1]) << 32 | low) >> source.shift);
 }
 
+// Four bytes, those of even places and of odd ones apart, as digits are taken from them.
+struct WholeDigits {
+    u32 even, odd, above;
+};
+
 struct WholeRow {
     const u8* unit;
     const u8* lane;  // the unit's bytes that begin with this lane's
@@ -80,7 +85,7 @@ struct WholeRow {
     u32 zero;  // which the compiler does not know: it would bring constants of a table anew for each use
 #endif
 #if QTYPE == 34
-    u32 rest[2][2];  // of what digits have been taken
+    WholeDigits digits[2];
 #endif
 };
 

@@ -9,10 +9,11 @@ import pytest
 
 from pyllm.device.emulated import EmulatedDevice
 from pyllm.kernel_samples import random_weight
+from pyllm.ops import product_whole
 from pyllm.ops.mul_mat import mul_mat
 from pyllm.ops.op import Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
-from pyllm.ops.product_whole import WHOLE_TYPES, Whole, static_bytes
+from pyllm.ops.product_whole import APART_TYPES, WHOLE_TYPES, Whole, static_bytes
 from pyllm.quants import FORMATS, QuantType, dequantize
 from pyllm.quants.grids import SELECTOR_TYPES, grid_selectors, grid_words
 from pyllm.weight import Weight
@@ -28,8 +29,8 @@ def device() -> Iterator[EmulatedDevice]:
     device.close()
 
 
-def check(device: EmulatedDevice, qtype: QuantType, num_tokens: int, k: int) -> None:
-    """Only the sums of units, in float32, are rounded."""
+def check(device: EmulatedDevice, qtype: QuantType, num_tokens: int, k: int) -> Whole:
+    """Only the sums of units, in float32, are rounded. Returns how the product was cut up."""
     rows = 35
     rng = np.random.default_rng(int(qtype))
     x = rng.integers(-LARGEST, LARGEST + 1, (num_tokens, k)).astype(np.float32)
@@ -38,12 +39,14 @@ def check(device: EmulatedDevice, qtype: QuantType, num_tokens: int, k: int) -> 
     array, held = device.upload_weight(packed, qtype, (rows, k))
     weight = Weight("test", (rows, k), held, array)
     assert device.target is not None
-    assert Whole.of(device.target, num_tokens, weight, 3, 1) is not None
+    whole = Whole.of(device.target, num_tokens, weight, 3, 1)
+    assert whole is not None
     out = device.empty((num_tokens, rows), np.float32)
     mul_mat(device, device.upload(x), weight, out)
     values = dequantize(packed, qtype).astype(np.float64)
     difference = np.abs(device.download(out) - x.astype(np.float64) @ values.T)
     assert (difference <= 1e-6 * np.abs(x.astype(np.float64)) @ np.abs(values).T).all()
+    return whole
 
 
 @pytest.mark.parametrize("qtype", sorted(WHOLE_TYPES), ids=lambda qtype: qtype.name)
@@ -55,6 +58,14 @@ def test_all_block_types(device: EmulatedDevice, qtype: QuantType) -> None:
 def test_units_of_one_block(device: EmulatedDevice, name: str) -> None:
     """They begin at any multiple of what blocks are aligned to."""
     check(device, QuantType[name], 2, 9 * FORMATS[QuantType[name]].block_size)
+
+
+@pytest.mark.parametrize("qtype", sorted(APART_TYPES), ids=lambda qtype: qtype.name)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_one_token(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, qtype: QuantType, blocks: int) -> None:
+    """Each lane adds up its own weights; units of one and of two blocks."""
+    monkeypatch.setattr(product_whole, "MANY_UNITS", 0 if blocks == 2 else 1 << 30)
+    assert check(device, qtype, 1, 1024).unit_k == 256 * blocks
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -80,4 +91,4 @@ def test_codebooks_fit_beside_the_rest(arch: str) -> None:
         weight = Weight("test", (14336, 4096), qtype, np.broadcast_to(np.uint8(0), (14336, size)))
         for num_tokens in (1, 8):
             if whole := Whole.of(target, num_tokens, weight, 896, 1):
-                assert whole.shared_bytes(target, num_tokens, 4096) + static_bytes(qtype) <= limit
+                assert whole.shared_bytes(target, num_tokens, 4096) + static_bytes(qtype, whole.tokens) <= limit
