@@ -13,6 +13,7 @@ from pyllm.sampling import SamplingParams
 from tests.engine import greedy, interleaved, open_engine, tokens
 from tests.models.test_hybrids import MODELS as HYBRIDS
 from tests.models.test_hybrids import QUANT, path_and_reference
+from tests.models.test_hybrids_on_gpu import check_logits
 from tests.models.test_references import check_float16
 from tests.ops.lives import LIVES
 from tests.refdata import PROMPTS, model_path, quant_path, quant_reference, reference, same_until_unclear
@@ -71,7 +72,11 @@ def test_hybrids(device: Device, name: str) -> None:
     path, ref = path_and_reference(name)
     with open_engine(path, device, kv_type="f16", ubatch_size=64) as llm:
         for prompt in prompts_for(device):
-            check_float16(llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"])
+            logits, expected = llm.logits(ref[f"{prompt}_tokens"].tolist())[-8:], ref[f"{prompt}_logits_last8"]
+            if device.name == "emulated":
+                check_float16(logits, expected)
+            else:  # whose roundings depend on what plans choose there: one more may send a token to another expert
+                check_logits(name, logits, expected)
     kernels = device._functions if device.name == "gpu" else device._kernels
     assert {"gated_delta_rule", "gated_delta_rule_chunks"} <= {entry for _, entry, *_ in kernels}
 

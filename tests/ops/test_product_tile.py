@@ -12,7 +12,7 @@ import pytest
 from pyllm.device import Device
 from pyllm.kernel_check import Case, check_case
 from pyllm.kernel_product_cases import mul_mat_case
-from pyllm.ops.mul_mat import mul_mat
+from pyllm.ops.mul_mat import mul_mat, scratch_size
 from pyllm.ops.op import KernelLaunch, Op, Target
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB, Tile
 from pyllm.quants import GPU_TYPES, QuantType
@@ -82,5 +82,7 @@ def test_a_nan_in_x_is_one_in_its_row(device: Device) -> None:
     values, x = rng.standard_normal((8, 64), np.float32), rng.standard_normal((40, 64), np.float32)
     x[3, 5] = np.nan
     out = device.empty((40, 8), np.float32)
-    mul_mat(device, device.upload(x), Weight("w", values.shape, QuantType.F32, device.upload(values)), out)
+    weight = Weight("w", values.shape, QuantType.F32, device.upload(values))
+    scratch = device.empty((scratch_size(device.target, len(x), weight),), np.float16)
+    mul_mat(device, device.upload(x), weight, out, scratch)
     assert np.isnan(device.download(out)).all(axis=1).tolist() == [row == 3 for row in range(40)]
