@@ -14,6 +14,16 @@ def require(condition: bool, op: str, message: str) -> None:
         raise ShapeError(f"{op}: {message}")
 
 
+def part_of(scratch: Any, size: int) -> Any:
+    """The first elements of a scratch array: with a slice that is too short, a kernel would write behind it.
+
+    Raises:
+        ShapeError: there are fewer.
+    """
+    require(scratch is not None and scratch.size >= size, "scratch", f"{size} elements are needed")
+    return scratch[:size]
+
+
 def check_array(op: str, name: str, array: Any, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> None:
     """Check one array.
 

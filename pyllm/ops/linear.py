@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllm.ops.add import plan_add
-from pyllm.ops.check import check_array, require
+from pyllm.ops.check import check_array, part_of, require
 from pyllm.ops.gelu_mul import GELU_MUL
 from pyllm.ops.mul_mat import mul_mat_ref
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Op, Target
@@ -93,7 +93,7 @@ def plan_linear(
         for weight in weights:
             half, scratch = _part(scratch, (num_tokens, weight.shape[0]))
             halves.append(half)
-        if is_thin(target, num_tokens) and not takes_direct(target, num_tokens, weights):
+        if _one_by_one(target, num_tokens, weights):
             for weight, half in zip(weights, halves, strict=True):
                 launches += plan_products(target, Products(x, [weight], half, norm=norm), scratch)
         else:
@@ -110,10 +110,15 @@ def plan_linear(
     return launches
 
 
+def _one_by_one(target: Target, num_tokens: int, weights: Sequence[Weight]) -> bool:
+    """Whether each of the products that a gate of its own launch takes is planned for itself."""
+    return is_thin(target, num_tokens) and not takes_direct(target, num_tokens, weights)
+
+
 def _part(scratch: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """The first elements of the scratch as an array, and what is left; parts begin at multiples of 16 bytes."""
     size = math.prod(shape)
-    return scratch[:size].reshape(shape), scratch[-(-size // 8) * 8 :]
+    return part_of(scratch, size).reshape(shape), scratch[-(-size // 8) * 8 :]
 
 
 def linear_scratch(
@@ -133,6 +138,8 @@ def linear_scratch(
         x_dtype = np.float16
     if gate and not fuses_gate(target, num_tokens, weights):
         size += sum(-(-num_tokens * weight.shape[0] // 8) * 8 for weight in weights)
+        if _one_by_one(target, num_tokens, weights):
+            return size + max(products_scratch(target, num_tokens, [weight], x_dtype) for weight in weights)
     return size + products_scratch(target, num_tokens, weights, x_dtype)
 
 

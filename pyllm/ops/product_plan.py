@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from pyllm.ops.check import part_of
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_direct import (
     DIRECT_MATRICES,
@@ -197,7 +198,7 @@ def plan_products(target: Target, products: Products, scratch: Any) -> list[Kern
     if takes_direct(target, num_tokens, products.weights):
         return [*_direct_launches(target, products, scratch)]
     if x.dtype != np.float16 and any(_takes_half(target, num_tokens, weight) for weight in products.weights):
-        x, scratch = scratch[: x.size].reshape(x.shape), scratch[-(-x.size // 8) * 8 :]
+        x, scratch = part_of(scratch, x.size).reshape(x.shape), scratch[-(-x.size // 8) * 8 :]
         launches.append(decode_launch(products.x, QuantType.F32, 4 * products.k, x))
     if is_thin(target, num_tokens):
         return [*launches, *_thin_launches(target, replace(products, x=x), scratch)]
@@ -246,7 +247,7 @@ def _places(products: Products) -> Iterator[_Place]:
 def _direct_launches(target: Target, products: Products, scratch: Any) -> Iterator[KernelLaunch]:
     num_tokens, norm = products.num_tokens, products.norm
     size = arranged_size(num_tokens, products.k)
-    arranged, scratch = scratch[:size], scratch[size:]
+    arranged, scratch = part_of(scratch, size), scratch[size:]
     order: Order | None = None
     for group in _direct_groups(_places(products)):
         weights = [place.weight for place in group]
@@ -276,7 +277,7 @@ def _direct_launch(
         yield direct_launch(direct, arranged, weights, bias, out, width, num_tokens, int(output), int(products.gate))
         return
     columns = sum(weight.shape[0] for weight in weights)
-    parts = scratch[: parts_size(direct.shares, num_tokens, columns)].view(np.float32)
+    parts = part_of(scratch, parts_size(direct.shares, num_tokens, columns)).view(np.float32)
     yield direct_launch(direct, arranged, weights, None, parts, columns, num_tokens, SHARED_SUMS, 0)
     yield sum_launch(parts, bias, out, width, direct.shares, num_tokens, columns, output)
 
@@ -315,7 +316,7 @@ def _wgmma_launches(
             yield wgmma_launch(target, x, weights, outs, width, int(output), tile)
             continue
         columns = sum(weight.shape[0] for weight in weights)
-        parts = scratch[: parts_size(cut.shares, num_tokens, columns)].view(np.float32)
+        parts = part_of(scratch, parts_size(cut.shares, num_tokens, columns)).view(np.float32)
         begins = np.cumsum([0, *(weight.shape[0] for weight in weights)])
         of_each = [parts[begin:] for begin in begins[:-1]]
         yield wgmma_launch(target, x, weights, of_each, columns, int(Output.F32), tile, cut.shares)
@@ -416,7 +417,7 @@ def _held_launches(
     output, gate, biased = Output.of(products.out, products.accumulate), int(products.gate), products.bias is not None
     bias = products.bias[column:] if biased else weights[0].array
     apart = held.shares > 1
-    parts = scratch[: parts_size(held.shares, num_tokens, columns)].view(np.float32) if apart else out
+    parts = part_of(scratch, parts_size(held.shares, num_tokens, columns)).view(np.float32) if apart else out
     defines = {"OUTPUT": SHARED_SUMS if apart else int(output), "GATE": gate, "BIAS": int(biased and not apart)}
     sizes = (*rows, *[0] * (THIN_MATRICES - len(rows)), num_tokens, columns if apart else row_length, k)
     args = (products.x, *packed, bias, parts, np.int64(weights[0].row_bytes), *map(np.int32, sizes))
@@ -611,7 +612,7 @@ def _library_launches(x: Any, place: _Place, accumulate: bool, scratch: Any) -> 
     launches: list[KernelLaunch | GemmLaunch] = []
     for first in range(0, n, _rows_at_once(k)):
         rows = min(n - first, _rows_at_once(k))
-        decoded = scratch[: rows * k].reshape(rows, k)
+        decoded = part_of(scratch, rows * k).reshape(rows, k)
         launches.append(decode_launch(weight.array[first : first + rows], weight.qtype, weight.row_bytes, decoded))
         launches.append(GemmLaunch(x, decoded, place.out, place.column + first, accumulate))
     return launches

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pyllm.device.emulation.kernel import MAX_GRID
+from pyllm.errors import ShapeError
 from pyllm.ops.linear import linear_scratch, plan_linear
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_plan import Gate, Norm
@@ -77,3 +78,32 @@ def test_products_fit_into_the_shared_memory_of_a_block(target: Target, qtype: Q
             norm = Norm(np.empty(k, np.float32), 1e-5)
             for launch in plan_linear(target, x, weights, norm, None, gate, False, np.empty(size, np.float16), out):
                 assert isinstance(launch, GemmLaunch) or launch.shared_bytes <= kib << 10, (k, count, more, launch)
+
+
+MIXED = tuple(QuantType[name] for name in ("Q4_K", "Q6_K", "IQ2_XXS", "Q8_0", "F16", "F32"))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("rows", [97, 12288])
+def test_scratch_is_enough_for_mixed_types(target: Target, rows: int) -> None:
+    """Some of them may be taken by other kernels than all together; plans refuse a part that is too short."""
+    for qtypes, count in itertools.product(itertools.product(MIXED, MIXED), (9, 17, 20, 33, 65, 129, 300, 513)):
+        weights = [weight(qtype, rows, 4096) for qtype in qtypes]
+        for gate, dtype, norm in (
+            (Gate.SILU, np.float32, True),
+            (Gate.GELU, np.float16, False),
+            (Gate.NONE, np.float32, True),
+        ):
+            x, out = np.empty((count, 4096), dtype), np.empty((count, rows if gate else 2 * rows), np.float32)
+            size = linear_scratch(target, count, weights, x.dtype, norm, bool(gate))
+            given = Norm(np.empty(4096, np.float32), 1e-5) if norm else None
+            assert plan_linear(target, x, weights, given, None, gate, False, np.empty(size, np.float16), out)
+
+
+@pytest.mark.parametrize("count", [20, 40, 300])
+def test_less_scratch_is_an_error(count: int) -> None:
+    weights = [weight(QuantType.Q4_K, 2048, 8192)]
+    x, out = np.empty((count, 8192), np.float32), np.empty((count, 2048), np.float32)
+    size = linear_scratch(TARGETS[0], count, weights, x.dtype)
+    with pytest.raises(ShapeError, match="elements are needed"):
+        plan_linear(TARGETS[0], x, weights, None, None, Gate.NONE, False, np.empty(size - 1, np.float16), out)
