@@ -327,6 +327,7 @@ KERNEL(THREADS) mul_mat_wgmma_direct(const u8* RESTRICT x, const u8* RESTRICT w0
             signal_init(&places.x_arrived[s], 1);
             signal_init(&places.x_done[s], WARPS);
         }
+        fence_products();
     }
     BARRIER();
     const Matrices all = {w0, w1, w2, row_bytes, n0, n1, n2, T, K, shares};

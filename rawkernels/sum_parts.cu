@@ -1,4 +1,5 @@
-// sum_parts: out = f(sum of parts), the sums over shares of k that mul_mat_thin_held and mul_mat_wgmma leave
+// sum_parts: out = f(sum of parts), the sums over shares of k that mul_mat_thin_held, mul_mat_wgmma and mul_mat_wgmma_direct
+// leave
 //
 // Shapes    parts [S,T,n] f32; out [T,N] f32 or f16, of which the first n columns of each row are written; bias [n] f32
 // Launch    grid (ceil(n / THREADS), T), block (THREADS)

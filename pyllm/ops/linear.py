@@ -167,9 +167,10 @@ def linear(
         out += p                              accumulate, gate NONE
 
     Args:
-        x: [num_tokens, in_features] float32 or float16.
+        x: [num_tokens, in_features] float32, or float16 without a norm.
         weights: matrices [out_features, in_features], any block types.
-        out: [num_tokens, sum of out_features] float32, or float16 unless accumulate; must not overlap x.
+        out: [num_tokens, sum of out_features] float32, or float16 unless accumulate or with a bias; must not
+            overlap x.
         norm: weight and epsilon of an RMS norm, or None.
         bias: [sum of out_features] float32, or None.
         gate: see above.
@@ -181,7 +182,8 @@ def linear(
     Raises:
         ShapeError: shapes or dtypes do not fit.
     """
-    check_array("linear", "x", x, (None, weights[0].shape[1]), ("float32", "float16"))
+    either = ("float32", "float16")
+    check_array("linear", "x", x, (None, weights[0].shape[1]), either if norm is None else ("float32",))
     num_tokens, k = x.shape
     for weight in weights:
         require(
@@ -195,7 +197,7 @@ def linear(
             "a gate takes two matrices of one shape, no bias, and does not accumulate",
         )
         rows //= 2
-    dtypes = ("float32",) if accumulate else ("float32", "float16")
+    dtypes = ("float32",) if accumulate or bias is not None else either
     check_array("linear", f"out (for {weights[0].name})", out, (num_tokens, rows), dtypes)
     if bias is not None:
         check_array("linear", "bias", bias, (rows,), ("float32",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -128,10 +129,16 @@ class Cut:
 
 def product_cut(target: Target, num_tokens: int, num_rows: Sequence[int], k: int, most_shares: int = 1) -> Cut:
     """For matrices of so many rows with `k` elements, that which takes the least time; shares only for a clear gain."""
+    return _cut(target.multiprocessors, num_tokens, tuple(num_rows), k, most_shares)
+
+
+@lru_cache(maxsize=4096)  # all layers of a model ask, several times for each product
+def _cut(multiprocessors: int, num_tokens: int, num_rows: tuple[int, ...], k: int, most_shares: int) -> Cut:
+    """`product_cut`."""
     steps = -(-k // BK)
 
     def best(shares: int) -> Cut:
-        costs = (tile.cost(num_tokens, num_rows, target.multiprocessors, shares) for tile in TILES)
+        costs = (tile.cost(num_tokens, num_rows, multiprocessors, shares) for tile in TILES)
         cost, tile = min(zip(costs, TILES, strict=True), key=lambda pair: pair[0])
         of_sum = SUM_TIME + shares * num_tokens * sum(num_rows) * SUM_TIME_OF_ELEMENT if shares > 1 else 0.0
         return Cut(tile, shares, -(-steps // shares) * cost + of_sum)

@@ -168,7 +168,8 @@ DEVICE void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
 
-// What this thread wrote to shared memory, or saw arrive there, becomes visible to the products behind this.
+// What this thread wrote to shared memory, or saw arrive there, becomes visible to the products behind this; signals that it
+// made ready, to bulk copies.
 DEVICE void fence_products() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
 DEVICE void signal_init(Signal* signal, u32 arrivals) {

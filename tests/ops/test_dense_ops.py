@@ -13,7 +13,9 @@ from pyllm.kernel_samples import random_weight
 from pyllm.ops.add import add
 from pyllm.ops.gelu_mul import gelu_mul
 from pyllm.ops.get_rows import get_rows
+from pyllm.ops.linear import linear
 from pyllm.ops.mul_mat import mul_mat, scratch_size
+from pyllm.ops.product_plan import Norm
 from pyllm.ops.rms_norm import rms_norm
 from pyllm.ops.silu_mul import silu_mul
 from pyllm.ops.softcap import softcap
@@ -273,3 +275,9 @@ def test_wrong_arguments_are_named(device: Device) -> None:
         silu_mul(device, out, device.empty((4, 2), np.float32).T, out)
     with pytest.raises(ShapeError, match="rms_norm: out is float16, expected float32"):
         rms_norm(device, x, device.empty((8,), np.float32), 1e-6, device.empty((2, 8), np.float16), accumulate=True)
+    wide = device.empty((2, 5), np.float16)
+    with pytest.raises(ShapeError, match=r"linear: out \(for test\) is float16, expected float32"):
+        linear(device, x, [weight], wide, bias=device.empty((5,), np.float32))
+    with pytest.raises(ShapeError, match="linear: x is float16, expected float32"):
+        norm = Norm(device.empty((8,), np.float32), 1e-6)
+        linear(device, device.empty((2, 8), np.float16), [weight], device.empty((2, 5), np.float32), norm=norm)

@@ -14,6 +14,7 @@ from pyllm.ops.linear import linear_scratch, plan_linear
 from pyllm.ops.op import GemmLaunch, KernelLaunch, Target
 from pyllm.ops.product_plan import Gate, Norm
 from pyllm.ops.product_tile import OTHERS_SHARED_KIB, SHARED_KIB
+from pyllm.ops.product_wgmma import WgmmaTile
 from pyllm.quants import FORMATS, QuantType
 from pyllm.weight import Weight
 from tests.ops.test_dense_ops import WEIGHT_TYPES
@@ -107,3 +108,22 @@ def test_less_scratch_is_an_error(count: int) -> None:
     size = linear_scratch(TARGETS[0], count, weights, x.dtype)
     with pytest.raises(ShapeError, match="elements are needed"):
         plan_linear(TARGETS[0], x, weights, None, None, Gate.NONE, False, np.empty(size - 1, np.float16), out)
+
+
+@pytest.mark.parametrize("count", [300, 700])
+def test_layers_of_one_shape_are_weighed_up_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """All layers of a model ask for the same plan, in every ubatch: costs are not worked out again."""
+    weights = [weight(qtype, 2048, 4096) for qtype in (QuantType.Q4_K, QuantType.Q4_K, QuantType.Q6_K)]
+    x, out = np.empty((count, 4096), np.float32), np.empty((count, 3 * 2048), np.float32)
+
+    def plan() -> list[str]:
+        scratch = np.empty(linear_scratch(TARGETS[0], count, weights, x.dtype), np.float16)
+        launches = plan_linear(TARGETS[0], x, weights, None, None, Gate.NONE, False, scratch, out)
+        return [launch.source for launch in launches if isinstance(launch, KernelLaunch)]
+
+    def unasked(*_: object) -> int:
+        pytest.fail("costs are worked out again")
+
+    first = plan()
+    monkeypatch.setattr(WgmmaTile, "cost", unasked)
+    assert plan() == first
