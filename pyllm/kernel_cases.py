@@ -27,8 +27,8 @@ from pyllm.kernel_attention_cases import (
     token_tables_cases,
 )
 from pyllm.kernel_check import Arguments, Case
-from pyllm.kernel_expert_cases import expert_cases, mul_mat_id_case
-from pyllm.kernel_product_cases import LIBRARY_PRODUCT, linear_cases, mul_mat_case, mul_mat_cases
+from pyllm.kernel_expert_cases import expert_cases, gated_mul_mat_id_case, mul_mat_id_case
+from pyllm.kernel_product_cases import LIBRARY_PRODUCT, linear_case, linear_cases, mul_mat_case, mul_mat_cases
 from pyllm.kernel_recurrent_cases import recurrent_cases
 from pyllm.kernel_samples import (
     HALF,
@@ -72,21 +72,43 @@ def planned_kernels(case: Case) -> list[tuple[str, str]]:
 def ops_of_kernels() -> dict[str, set[str]]:
     """For each kernel source the names of the ops that launch it."""
     users: dict[str, set[str]] = {}
+    for some in (_ops_of_all_gpus(), _ops_of_hopper()):
+        for source, ops in some.items():
+            users.setdefault(source, set()).update(ops)
+    return users
+
+
+def hopper_kernels() -> set[str]:
+    """Sources that only plans for Hopper launch."""
+    return set(_ops_of_hopper()) - set(_ops_of_all_gpus())
+
+
+@cache
+def _ops_of_all_gpus() -> dict[str, set[str]]:
+    users: dict[str, set[str]] = {}
     for case in all_cases():
         if not case.large:
             for source, _ in planned_kernels(case):
                 users.setdefault(source, set()).add(case.op.name)
+    return users
+
+
+@cache
+def _ops_of_hopper() -> dict[str, set[str]]:
+    users: dict[str, set[str]] = {}
     tokens, rows, row_elements = LIBRARY_PRODUCT
     weight = Weight("any", (rows, row_elements), QuantType.F16, np.empty((rows, 2 * row_elements), np.uint8))
     scratch = np.empty(scratch_size(HOPPER, tokens, weight), np.float16)
     x, out = np.empty((tokens, row_elements), np.float32), np.empty((tokens, rows), np.float32)
     for source, _ in _kernels(plan_mul_mat(HOPPER, x, weight, scratch, out)):
         users.setdefault(source, set()).add(MUL_MAT.name)
+    q8 = QuantType.Q8_0
     for case in (
         attention_case("f16", (33,), (33,), 4, 2, 64),
-        mul_mat_case(QuantType.Q8_0, 33, 8, 32),
-        mul_mat_case(QuantType.Q8_0, 33, 8, 256),
-        mul_mat_id_case(QuantType.Q8_0, 33, 7, 3, 8, 32, 32, dtype=np.float16),
+        *(mul_mat_case(q8, 33, 8, row) for row in (32, 256)),
+        *(linear_case((q8,), (8,), 33, row) for row in (32, 256)),
+        mul_mat_id_case(q8, 33, 7, 3, 8, 32, 32, dtype=np.float16),
+        gated_mul_mat_id_case(q8, q8, 33, 64, np.float16),
     ):
         assert case.op.plan is not None
         for source, _ in _kernels(case.op.plan(HOPPER, *case.draw(0))):

@@ -184,11 +184,12 @@ def _error(found: np.ndarray, exact: np.ndarray) -> float:
 EMULATED = {"emulated-32": (32, "mma"), "emulated-32-wmma": (32, "wmma"), "emulated-64": (64, "mfma")}
 
 
-def kernel_devices(kind: str = "all") -> tuple[dict[str, Callable[[], Device]], list[str]]:
+def kernel_devices(kind: str = "all", hopper: bool = False) -> tuple[dict[str, Callable[[], Device]], list[str]]:
     """The devices of this machine that run kernels.
 
     Args:
         kind: "emulated", "gpu", or "all": those that are present.
+        hopper: emulated is a Hopper, for kernels that no other GPU has.
 
     Returns:
         By name, functions that open them with poisoned memory; and for "all", why what is missing is missing.
@@ -198,7 +199,7 @@ def kernel_devices(kind: str = "all") -> tuple[dict[str, Callable[[], Device]], 
     """
     devices: dict[str, Callable[[], Device]] = {}
     missing = []
-    for name, find in (("emulated", _emulated_devices), ("gpu", _gpu_devices)):
+    for name, find in (("emulated", _emulated_hopper if hopper else _emulated_devices), ("gpu", _gpu_devices)):
         if kind in (name, "all"):
             try:
                 devices |= find()
@@ -215,6 +216,19 @@ def _emulated_devices() -> dict[str, Callable[[], Device]]:
 
     host_compiler()  # raises when there is none
     return {name: partial(EmulatedDevice, *waves) for name, waves in EMULATED.items()}
+
+
+def _emulated_hopper() -> dict[str, Callable[[], Device]]:
+    from pyllm.device.emulated import EmulatedDevice
+
+    def opened() -> Device:
+        device = EmulatedDevice(*EMULATED["emulated-32"])
+        device.target = dataclasses.replace(device.target, arch="sm_90")
+        device.description = "emulated GPU (Hopper)"
+        return device
+
+    _emulated_devices()  # raises when there is no compiler
+    return {"emulated-sm_90": opened}
 
 
 def _gpu_devices() -> dict[str, Callable[[], Device]]:

@@ -45,6 +45,7 @@ COMMANDS = (
 INTERRUPTED = 130
 
 _MAX_USAGE_LINE = 500
+_NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())  # of click 8.2 on; its message is the help
 _LONG_WORD = re.compile(r"(\S{100})\S{100,}(\S{20})")
 
 
@@ -86,7 +87,7 @@ class _Commands(click.Group):
         except click.Abort:  # Ctrl-C while the arguments were read
             sys.exit(INTERRUPTED)
         except click.UsageError as error:
-            _show(_shortened(error))
+            _show(error if isinstance(error, _NO_ARGUMENTS) else _shortened(error))
         except click.ClickException as error:
             _show(error)
         except Exception as error:

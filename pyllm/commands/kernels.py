@@ -69,19 +69,21 @@ def test_kernels(ctx: click.Context, name: str | None, device: str, seed: int, s
 
     Each case is compared with the op's definition, computed on the CPU in float64: the error may be twice that of a
     plain implementation with the same roundings. Emulated means: on the CPU, as GPUs with each vendor's matrix
-    instructions would do it; that needs g++ or clang++. The status is 1 when a case fails.
+    instructions would do it, kernels that only Hopper has as that; it needs g++ or clang++. The status is 1 when a
+    case fails.
 
     \b
     pyllm kernels test
     pyllm kernels test mul_mat --device gpu
     """
+    from pyllm.kernel_cases import hopper_kernels
     from pyllm.kernel_check import kernel_devices
     from pyllm.kernel_facts import cases_named
 
     if seed < 0:
         raise click.BadParameter("it must not be negative", param_hint="--seed")
     cases = cases_named(name)
-    devices, missing = kernel_devices(device)
+    devices, missing = kernel_devices(device, hopper=name is not None and name in hopper_kernels())
     for reason in missing:
         note(f"Left out: {reason}")
     rows: list[tuple[str, ...]] = [("device", "op", "case", "error", "limit", "ok")]

@@ -9,9 +9,11 @@ from click.testing import CliRunner, Result
 
 from pyllm import kernel_check
 from pyllm.commands import main
+from pyllm.device.base import Device
+from pyllm.device.emulated import EmulatedDevice
 from pyllm.device.kernel_source import kernel_names
 from pyllm.errors import DeviceError
-from pyllm.kernel_check import Verdict
+from pyllm.kernel_check import Case, Verdict
 
 
 def kernels(*arguments: str) -> Result:
@@ -65,6 +67,29 @@ def test_test_says_what_it_ran_on() -> None:
 @pytest.mark.usefixtures("without_gpu")
 def test_a_kernel_stands_for_all_its_ops() -> None:
     assert {line.split()[1] for line in kernels("test", "rope").stdout.splitlines()[1:]} == {"rope", "rope_table"}
+
+
+def test_kernels_of_hopper_name_all_their_ops() -> None:
+    ops = {kernel["name"]: kernel["ops"] for kernel in json.loads(kernels("list", "--json").stdout)["kernels"]}
+    for name in ("arrange_x", "mul_mat_wgmma", "mul_mat_wgmma_direct"):
+        assert ops[name] == ["linear", "mul_mat"]
+    assert ops["mul_mat_id_wgmma"] == ["gated_mul_mat_id", "mul_mat_id"]
+
+
+@pytest.mark.parametrize("name", ["arrange_x", "mul_mat_wgmma_direct"])
+def test_kernels_of_hopper_are_emulated_as_that(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On the other emulated GPUs no case would launch them."""
+    launched = set()
+
+    def check(device: Device, case: Case, seed: int) -> Verdict:
+        assert isinstance(device, EmulatedDevice) and case.op.plan is not None
+        launched.update(launch.source for launch in case.op.plan(device.target, *case.draw(seed)))
+        return Verdict(0.0, 1.0)
+
+    monkeypatch.setattr(kernel_check, "check_case", check)
+    result = kernels("test", name, "--device", "emulated")
+    assert result.exit_code == 0 and "ran on emulated GPU (Hopper)" in result.stderr
+    assert name in launched
 
 
 @pytest.mark.usefixtures("without_gpu")

@@ -66,6 +66,12 @@ def test_wrong_command_lines_have_status_2(arguments: list[str]) -> None:
     assert result.exit_code == 2 and "Error: " in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [[], ["kernels"], ["cache"]])
+def test_groups_without_a_command_show_their_help(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(commands.main, arguments).output
+    assert shown == CliRunner().invoke(commands.main, [*arguments, "--help"]).stdout
+
+
 @pytest.mark.parametrize("name", commands.COMMANDS)
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_has_help(name: str, option: str) -> None:
