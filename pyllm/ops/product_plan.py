@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -151,6 +152,19 @@ def takes_direct(target: Target | None, num_tokens: int, weights: Sequence[Weigh
         return True
     if num_tokens > MOST_DIRECT_TOKENS:
         return False
+    sizes = tuple((weight.qtype, weight.shape, weight.row_bytes) for weight in weights)
+    return _direct_costs_less(target, num_tokens, sizes)
+
+
+@lru_cache(maxsize=4096)  # all layers of a model ask, several times for each product
+def _direct_costs_less(
+    target: Target, num_tokens: int, sizes: tuple[tuple[QuantType, tuple[int, ...], int], ...]
+) -> bool:
+    """Whether products with matrices of such types, shapes and bytes of a row take clearly less time."""
+    weights = [  # of no memory
+        Weight("", shape, qtype, np.broadcast_to(np.uint8(0), (shape[0], row_bytes)))
+        for qtype, shape, row_bytes in sizes
+    ]
     places = [_Place(weight, None, 0) for weight in weights]
     direct = arrange_time(num_tokens, weights[0].shape[1])
     for group in _direct_groups(places):
